@@ -1,0 +1,92 @@
+"""Every chore of the project: `nox -l` lists them, `nox` runs those that a change must pass."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+nox.options.reuse_existing_virtualenvs = True
+nox.needs_version = ">=2024.4"
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Installs with the tested versions."""
+    session.install("-c", str(CONSTRAINTS), *what)
+
+
+def lowest_versions() -> list[str]:
+    """The project's two dependencies at the lower bounds that pyproject.toml states."""
+    declared = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None, "pyproject.toml: dependencies must be one line"
+    return [requirement.replace(">=", "==") for requirement in re.findall(r'"([^"]+)"', declared.group(1))]
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test suite."""
+    install(session, "-e", ".[test]")
+    session.run("python", "-m", "pytest", *(session.posargs or ["-n", "auto"]), env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """The test suite on the lowest versions of torch and wrapt that are promised."""
+    lowest = lowest_versions()
+    names = {re.split(r"[=<>]", requirement)[0] for requirement in lowest}
+    kept = [line for line in CONSTRAINTS.read_text().splitlines() if re.split(r"[=<>]", line)[0] not in names]
+    constraints = Path(session.create_tmp()) / "minimums.txt"
+    constraints.write_text("\n".join([*kept, *(f"{requirement}.*" for requirement in lowest)]) + "\n")
+    session.install("-c", str(constraints), "-e", ".[test]")
+    session.run("python", "-m", "pytest", *(session.posargs or ["-n", "auto"]), env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and layout."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types for the package."""
+    install(session, "mypy", "-e", ".[demo]")
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The generated pages are fresh, and every code block and docstring example runs."""
+    install(session, "-e", ".[test]")
+    session.run("python", "docs/build_reference.py", "--check")
+    session.run("python", "-m", "pytest", "tests/docs", *session.posargs)
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Speed and memory, side by side with torch in one process; takes minutes, wants a quiet machine."""
+    install(session, "-e", ".[test]")
+    scripts = session.posargs or sorted(str(path) for path in (ROOT / "benchmarks").glob("bench_*.py"))
+    if not scripts:
+        session.skip("benchmarks/ has no bench_*.py")
+    for script in scripts:
+        session.run("python", script)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """The property tests with the long Hypothesis profile; for nights."""
+    install(session, "-e", ".[test]")
+    session.run("python", "-m", "pytest", "tests/properties", "--hypothesis-profile=nightly", *session.posargs)
+
+
+if __name__ == "__main__":
+    sys.exit("run `nox -l`")
