@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks.models import Call, Chain, TinyLayer, plain_call, torch_per_layer
 from ckptdeco.demo.timing import gc_paused, interleaved, median_difference
+from ckptdeco.planning.meter import ActivationMeter
 
 INACTIVE_BOUND_US = 1.0
 REFERENCE = "torch non-reentrant"
@@ -39,6 +40,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "early_stop=False": {"early_stop": False},
     "all three": {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False},
 }
+PLAIN = nullcontext()
 HOOKS = "bare saved-tensor hooks"
 
 
@@ -62,9 +64,7 @@ def _bare_hooks(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return plain_call(layer, x)
 
 
-def _step(
-    model: Chain, x: torch.Tensor, call: Call = plain_call, policy: Any = nullcontext(), n_extra: int = 0
-) -> None:
+def _step(model: Chain, x: torch.Tensor, call: Call = plain_call, policy: Any = PLAIN, n_extra: int = 0) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     for _ in range(n_extra):
@@ -74,21 +74,10 @@ def _step(
 
 
 def _count_forwards(step: Callable[[], None]) -> int:
-    """Layer forwards started in one step; each starts with its LayerNorm."""
-    count = 0
-
-    def add(*_: object) -> None:
-        nonlocal count
-        count += 1
-
-    handle = nn.modules.module.register_module_forward_pre_hook(
-        lambda module, _: add() if isinstance(module, nn.LayerNorm) else None
-    )
-    try:
+    """Layer forwards started in one step; each starts with its one LayerNorm."""
+    with ActivationMeter() as meter:
         step()
-    finally:
-        handle.remove()
-    return count
+    return meter.trace.n_calls["aten.native_layer_norm.default"]
 
 
 def make_variants(n_layers: int, width: int) -> tuple[dict[str, Variant], str]:
