@@ -16,7 +16,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # has no public name; this is its only importer here
+
+# The class lives in a module with a private name; torch's own (public) counter of operators is built on it as well.
+from torch.utils.flop_counter import TorchDispatchMode  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,9 @@ class _Event:
 class ActivationMeter(TorchDispatchMode):
     """Counts every storage that operators allocate while it is entered, in forward, backward and recompute alike.
 
-    A storage is counted when it first leaves an operator, and until it is freed. Kept out: storages an operator was given
-    (parameters, buffers, the batch and whatever else existed before), and those that are a parameter's gradient at exit.
-    Not seen: scratch memory inside a kernel.
+    A storage is counted from when it first leaves an operator until it is freed. Kept out: storages an operator was
+    given (parameters, buffers, the batch and whatever else existed before), and those that are a parameter's gradient
+    at exit. Not seen: scratch memory inside a kernel.
 
     Args:
         parameters: those whose gradients are left out.
