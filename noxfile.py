@@ -85,7 +85,7 @@ def benchmarks(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """The property tests with the long Hypothesis profile; for nights."""
     install(session, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "tests/properties", "--hypothesis-profile=nightly", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/properties", *session.posargs, env={"HYPOTHESIS_PROFILE": "long"})
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def layer_complaints(source: str, relative: str) -> list[str]:
 
 
 def outside_complaints(source: str, relative: str) -> list[str]:
-    """Third-party imports: torch and wrapt anywhere but where they are banned, everything else only inside functions."""
+    """Third-party imports: torch and wrapt except where they are banned, everything else only inside functions."""
     complaints = []
     for line, name, _ in imported(ast.parse(source), relative):
         top = name.split(".")[0]
