@@ -1,0 +1,245 @@
+"""Which policy is active here: a stack of entries in a context variable (R34).
+
+The stack is immutable and linked from the top; an entry that was left is marked dead and skipped, so that `with`
+blocks of interleaved generators may end in any order and none comes back to life. Async tasks inherit it as they
+inherit every context variable; threads do not, unless they run in `contextvars.copy_context()` or a function that
+a policy decorates. The engine never reads it (R7). Start at `active`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextvars import ContextVar, Token
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MAX_NAMES = 5
+
+
+class Entry:
+    """One entered policy, and what happened while it was active.
+
+    Attributes:
+        policy: the policy.
+        parent: the entry that was active when this one was made, or None.
+        alive: False once the policy was left.
+        is_on: alive, and not a policy that switches checkpointing off.
+        n_seen: decorated calls seen.
+        n_matched: those of them that `only=` and `skip=` let through.
+        names: up to five names of layers seen.
+        unmatched_backward: set by who finds out in backward that nothing matched.
+        records: what the report gathers; None until it starts.
+    """
+
+    __slots__ = (
+        "alive", "is_on", "n_matched", "n_seen", "names", "parent", "policy", "records", "unmatched_backward",
+    )  # fmt: skip
+
+    def __init__(self, policy: Any, parent: Entry | None = None) -> None:
+        self.policy = policy
+        self.parent = parent
+        self.alive = True
+        self.is_on = not policy.is_off
+        self.n_seen = 0
+        self.n_matched = 0
+        self.names: tuple[str, ...] = ()
+        self.unmatched_backward = False
+        self.records: Any = None
+
+    def note(self, name: str, *, is_matched: bool) -> None:
+        """Counts one decorated call."""
+        self.n_seen += 1
+        if is_matched:
+            self.n_matched += 1
+        if len(self.names) < _MAX_NAMES and name not in self.names:
+            self.names = (*self.names, name)
+
+    def absorb(self, other: Entry) -> None:
+        """Adds the counts of another entry of the same policy, made for another part of the same run."""
+        self.n_seen += other.n_seen
+        self.n_matched += other.n_matched
+        self.names = tuple(dict.fromkeys(self.names + other.names))[:_MAX_NAMES]
+        self.unmatched_backward |= other.unmatched_backward
+
+    def __repr__(self) -> str:
+        return f"<Entry {self.policy!r}, {'on' if self.is_on else 'off' if self.alive else 'dead'}>"
+
+
+_top: ContextVar[Entry | None] = ContextVar("ckptdeco_policy", default=None)
+
+
+def _living(entry: Entry | None) -> Entry | None:
+    """The entry itself or its nearest ancestor that was not left."""
+    while entry is not None and not entry.alive:
+        entry = entry.parent
+    return entry
+
+
+def active() -> Entry | None:
+    """Returns the innermost living entry, or None if there is none or its policy is off.
+
+    Cost:
+        Compute: one read of a context variable and one test, under 150 ns; it is asked at each decorated call.
+    """
+    entry = _top.get()
+    if entry is None or entry.is_on:
+        return entry
+    entry = _living(entry)
+    return entry if entry is not None and entry.is_on else None
+
+
+def push(policy: Any) -> Entry:
+    """Makes `policy` the active one and returns its new entry."""
+    entry = Entry(policy, _living(_top.get()))
+    _top.set(entry)
+    return entry
+
+
+def pop(policy: Any) -> Entry | None:
+    """Leaves the topmost living entry of `policy` and returns it; None if this context has none."""
+    entry = _living(_top.get())
+    while entry is not None and entry.policy is not policy:
+        entry = _living(entry.parent)
+    if entry is not None:
+        remove(entry)
+    return entry
+
+
+def remove(entry: Entry) -> None:
+    """Leaves this entry, wherever it is in the stack."""
+    entry.alive = entry.is_on = False
+    _top.set(_living(_top.get()))
+
+
+def replace(entry: Entry | None) -> Token[Entry | None]:
+    """Makes `entry` the active one until `restore` gets the token; None switches policies off inside a decorated call.
+
+    Cost:
+        Compute: one write of a context variable.
+    """
+    return _top.set(entry)
+
+
+def restore(token: Token[Entry | None]) -> None:
+    """Undoes `replace`; an entry that was left meanwhile stays dead."""
+    _top.reset(token)
+
+
+# ---- functions that run under a policy
+
+
+def decorate(function: F, policy: Any, check: Callable[[Entry], None]) -> F:
+    """Makes `policy` active whenever `function` runs, whatever the thread.
+
+    A generator has it only while its own code runs, never while it waits for its caller.
+
+    Args:
+        function: a function, coroutine function, generator function or async generator function.
+        policy: the policy.
+        check: gets the entry of a run that ended without an exception; for generators one with the counts of all
+            their parts.
+    """
+    if inspect.isasyncgenfunction(function):
+        make = _async_generator
+    elif inspect.isgeneratorfunction(function):
+        make = _generator
+    else:
+        make = _coroutine if inspect.iscoroutinefunction(function) else _function
+    return cast(F, functools.wraps(function)(make(function, policy, check)))
+
+
+@contextlib.contextmanager
+def _entered(policy: Any, total: Entry) -> Iterator[None]:
+    """The policy is active; its counts go to `total`."""
+    entry = push(policy)
+    try:
+        yield
+    finally:
+        remove(entry)
+        total.absorb(entry)
+
+
+def _function(function: Callable[..., Any], policy: Any, check: Callable[[Entry], None]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entry = push(policy)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            remove(entry)
+        check(entry)
+        return result
+
+    return run
+
+
+def _coroutine(function: Callable[..., Any], policy: Any, check: Callable[[Entry], None]) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        entry = push(policy)
+        try:
+            result = await function(*args, **kwargs)
+        finally:
+            remove(entry)
+        check(entry)
+        return result
+
+    return run
+
+
+def _generator(function: Callable[..., Any], policy: Any, check: Callable[[Entry], None]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        generator = function(*args, **kwargs)
+        total = Entry(policy)
+        resume, value = generator.send, None
+        try:
+            while True:
+                try:
+                    with _entered(policy, total):
+                        item = resume(value)
+                except StopIteration as stop:
+                    result = stop.value
+                    break
+                try:
+                    resume, value = generator.send, (yield item)
+                except GeneratorExit:
+                    raise
+                except BaseException as error:
+                    resume, value = generator.throw, error
+        finally:
+            value = None  # an exception that was thrown in would hold this frame, and this frame it
+            with _entered(policy, total):
+                generator.close()
+        check(total)
+        return result
+
+    return run
+
+
+def _async_generator(function: Callable[..., Any], policy: Any, check: Callable[[Entry], None]) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        generator = function(*args, **kwargs)
+        total = Entry(policy)
+        resume, value = generator.asend, None
+        try:
+            while True:
+                try:
+                    with _entered(policy, total):
+                        item = await resume(value)
+                except StopAsyncIteration:
+                    break
+                try:
+                    resume, value = generator.asend, (yield item)
+                except GeneratorExit:
+                    raise
+                except BaseException as error:
+                    resume, value = generator.athrow, error
+        finally:
+            value = None
+            with _entered(policy, total):
+                await generator.aclose()
+        check(total)
+
+    return run

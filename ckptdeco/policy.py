@@ -1,0 +1,465 @@
+"""`policy()` and `Policy`: which layer calls are recomputed, and how they are grouped.
+
+A policy is a value: it resolves to a schedule for a chain and knows nothing of tensors. `Policy.at_forward` and
+`Policy.at_backward` are the two questions that the decorator asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, Final, TypeAlias, TypeVar
+
+from ckptdeco import context
+from ckptdeco.errors import PolicyError
+from ckptdeco.schedule.actions import Action, Schedule
+from ckptdeco.schedule.classic import Binomial, EveryNth, Segments, StoreAll, StoreLast, TwoLevel, sqrt_segment
+from ckptdeco.schedule.simulator import Layer, best_segment
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P", bound="Policy")
+Selector: TypeAlias = type | str | Callable[[Any], bool]
+Selectors: TypeAlias = Selector | Sequence[Selector] | None
+
+_UNSET: Final[Any] = object()
+_PLANNED = ("budget", "save", "offload", "plan")
+_DETERMINISM_CHECKS = ("default", "values", "none")
+_FLAGS = ("nested", "preserve_rng_state", "early_stop", "debug")
+_LEVELS: dict[Any, Callable[[int], Schedule]] = {1: Segments, 2: TwoLevel, "log": Binomial}
+
+
+class Chain:
+    """What is known of a chain from the last pass through it; make a new one for each pass.
+
+    Args:
+        length: layer calls in it, or None if not known; default the number of `costs`.
+        costs: what each call costs, or None if not measured.
+    """
+
+    __slots__ = ("bound", "costs", "length")
+
+    def __init__(self, length: int | None = None, costs: tuple[Layer, ...] | None = None) -> None:
+        self.length = len(costs) if length is None and costs is not None else length
+        self.costs = costs
+        self.bound: tuple[Policy, Schedule] | None = None  # who asked last, and the answer
+
+    def __repr__(self) -> str:
+        return f"Chain(length={self.length}, costs={'measured' if self.costs else None})"
+
+
+class Site:
+    """Where a decorated call happens: what a policy may look at to decide.
+
+    Args:
+        layer: the module, or the function.
+        name: its qualified name.
+        position: 0-based in its chain.
+        chain: what is known of the chain.
+    """
+
+    __slots__ = ("chain", "layer", "name", "position")
+
+    def __init__(self, layer: Any, name: str, position: int, chain: Chain) -> None:
+        self.layer = layer
+        self.name = name
+        self.position = position
+        self.chain = chain
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, position={self.position}, {self.chain!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Policy:
+    """The value that `policy()` makes; see there for the fields.
+
+    It is immutable, hashable and equal to another of the same class and fields (predicates compare by identity).
+    As a context manager it may be entered again, also while it is active; as a decorator it is active whenever the
+    function runs, on whichever thread, and for generators only while their own code runs.
+
+    Subclass it for a rule of your own: override `at_forward`, and `at_backward` if calls are to be recomputed in
+    another way than all together.
+
+    Cost:
+        Compute: `at_forward` takes under 1 µs for all policies that `policy()` makes, once the chain has been seen.
+
+    Example:
+        >>> class OnlyLarge(Policy):
+        ...     def at_forward(self, site):
+        ...         return Action.DROP_KEEP if site.layer.width > 1024 else Action.SAVE
+        >>> OnlyLarge(debug=True)
+        OnlyLarge(segment=1, debug=True)
+    """
+
+    segment: int | str | None = None
+    every: int | None = None
+    levels: int | str = 1
+    only: Selectors = dataclasses.field(default=None, kw_only=True)
+    skip: Selectors = dataclasses.field(default=None, kw_only=True)
+    keep_last: int = dataclasses.field(default=0, kw_only=True)
+    nested: bool = dataclasses.field(default=False, kw_only=True)
+    preserve_rng_state: bool = dataclasses.field(default=True, kw_only=True)
+    determinism_check: str = dataclasses.field(default="default", kw_only=True)
+    early_stop: bool = dataclasses.field(default=True, kw_only=True)
+    debug: bool = dataclasses.field(default=False, kw_only=True)
+    is_off: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets a subclass leave out the `chain` of `at_backward`."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("at_backward")
+        if inspect.isfunction(own) and not _takes(own, 4):
+
+            @functools.wraps(own)
+            def at_backward(self: Any, first: int, target: int, chain: Chain | None = None) -> Sequence[Action]:
+                answer: Sequence[Action] = own(self, first, target)
+                return answer
+
+            cls.at_backward = at_backward  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        for name in ("only", "skip"):
+            object.__setattr__(self, name, _selectors(name, getattr(self, name)))
+        _check(self)
+        if self.segment is None and self.every is None and not self.is_off:
+            object.__setattr__(self, "segment", {1: 1, 2: "sqrt", "log": None}[self.levels])
+
+    # ---- which calls, and what happens to them
+
+    def matches(self, layer: Any, name: str) -> bool:
+        """Whether `only=` and `skip=` let this layer through."""
+        if self.only is not None and not _is_selected(self.only, layer, name):
+            return False
+        return self.skip is None or not _is_selected(self.skip, layer, name)
+
+    def at_forward(self, site: Site) -> Action:
+        """What to do with the call at `site`."""
+        bound = site.chain.bound
+        if bound is None or bound[0] is not self:
+            bound = self._bind(site.chain)
+        return bound[1].forward(site.position)
+
+    def at_backward(self, first: int, target: int, chain: Chain | None = None) -> Sequence[Action]:
+        """How the calls `first` to `target` are run to have the saved tensors of `target` back."""
+        if chain is None:
+            return (Action.SAVE,) * (target - first + 1)
+        bound = chain.bound
+        if bound is None or bound[0] is not self:
+            bound = self._bind(chain)
+        return bound[1].backward(first, target)
+
+    def schedule_for(self, chain: Chain) -> Schedule:
+        """The schedule for a chain; while its length or costs are needed but unknown, each call is a segment (R37)."""
+        if self.is_off:
+            return StoreAll()
+        costs = chain.costs if self.segment == "auto" else None
+        return _resolve(self.segment, self.every, self.levels, self.keep_last, chain.length, costs)
+
+    def segment_limit(self, chain: Chain) -> int | None:
+        """The most calls one recompute may run (R24), or None where the rule sets no limit."""
+        if type(self).at_forward is not Policy.at_forward:
+            return None
+        schedule = self.schedule_for(chain)
+        while isinstance(schedule, StoreLast):
+            schedule = schedule.inner
+        if isinstance(schedule, (Segments, TwoLevel, Binomial)):
+            return schedule.n
+        return 1
+
+    def _bind(self, chain: Chain) -> tuple[Policy, Schedule]:
+        chain.bound = bound = (self, self.schedule_for(chain))
+        return bound
+
+    # ---- context manager and decorator
+
+    def __enter__(self: P) -> P:
+        context.push(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        entry = context.pop(self)
+        if kind is None and entry is not None:
+            self._check_matched(entry)
+
+    def __call__(self, function: F) -> F:
+        """Decorates a function, coroutine function, generator function or async generator function."""
+        if isinstance(function, type) or not callable(function):
+            fix = "decorate a function or a method, or use `with`"
+            raise PolicyError("function", function, "a policy decorates functions", fix)
+        return context.decorate(function, self, self._check_matched)
+
+    def _check_matched(self, entry: context.Entry) -> None:
+        """Raises if layers were selected, decorated calls came by, and none was among the selected."""
+        if (self.only is None and self.skip is None) or entry.n_matched or not entry.n_seen:
+            return
+        name = "only" if self.only is not None else "skip"
+        seen = ", ".join(repr(layer) for layer in entry.names)
+        problem = f"none of the {entry.n_seen} decorated calls matched; layers seen: {seen}"
+        fix = f"give {name}= a class, a glob such as '*{entry.names[0] if entry.names else ''}', or a predicate"
+        raise PolicyError(name, _unpacked(getattr(self, name)), problem, fix)
+
+    # ---- as a value
+
+    def _key(self) -> tuple[Any, ...]:
+        values = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("only", "skip") and value is not None:
+                value = tuple(item if isinstance(item, (str, type)) else id(item) for item in value)
+            values.append(value)
+        return (type(self), *values)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        name = "policy" if type(self) is Policy else type(self).__name__
+        said = ["None"] if self.is_off else []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "is_off" and value != field.default:
+                said.append(f"{field.name}={_shown(value)}")
+        return f"{name}({', '.join(said)})"
+
+
+def policy(
+    plan: None = _UNSET,
+    /,
+    *,
+    segment: int | str | None = None,
+    every: int | None = None,
+    levels: int | str = 1,
+    only: Selectors = None,
+    skip: Selectors = None,
+    keep_last: int = 0,
+    nested: bool = False,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    debug: bool = False,
+    **unknown: Any,
+) -> Policy:
+    """Says how the layer calls in a `with` block, or in a decorated function, are checkpointed.
+
+    `segment=n` keeps the input of every n-th layer call and recomputes n calls together; `every=n` recomputes every
+    n-th call and stores the others; `policy(None)` stores all, also inside another policy; without arguments each
+    call is recomputed alone.
+
+    Args:
+        plan: None for off; nothing else may be given by position.
+        segment: a number, `"sqrt"` for ⌊√length⌋, or `"auto"` for the number with the lowest predicted peak. The
+            last two need a pass to learn from; until then each call is recomputed alone.
+        every: a number, instead of `segment`.
+        levels: 1; 2 to rebuild a segment boundary by boundary and recompute each layer alone (without `segment`:
+            `"sqrt"`); `"log"` for Revolve (without `segment`: over the whole chain).
+        only: the layers to recompute: a class, a glob on the qualified name, a predicate that takes the layer, or
+            a list of those. All others are stored.
+        skip: the layers to store, likewise.
+        keep_last: stores the last k calls of a chain, once its length is known.
+        nested: whether decorated calls inside a decorated call are checkpointed too.
+        preserve_rng_state: whether the recompute sees the random numbers that forward saw.
+        determinism_check: `"default"` compares metadata of saved tensors, `"values"` values too, `"none"` neither.
+        early_stop: whether a recompute stops as soon as the last tensor that is needed exists.
+        debug: whether errors show the first operation that differs.
+        **unknown: none; an option that does not exist is an error that names the nearest one.
+
+    Returns:
+        A `Policy`: a context manager and a decorator.
+
+    Raises:
+        PolicyError: an argument cannot be used, or is unknown. On leaving the block: `only=` or `skip=` was given
+            and no decorated call matched.
+
+    Cost:
+        For L layers of x input and a saved bytes. `segment=n`: ⌈L/n⌉·x after forward and n·a more in backward, one
+        more forward. `levels=2`: (⌈L/n⌉ + n)·x + a, at most two more forwards. `levels="log"`: O(log n)·x + a beyond
+        ⌈L/n⌉·x, O(log n) more forwards. `every=n`: ⌈L/n⌉·x + (L − ⌈L/n⌉)·a, one more forward of ⌈L/n⌉ layers.
+
+    Example:
+        >>> policy(segment=3, keep_last=1)
+        policy(segment=3, keep_last=1)
+        >>> policy() == policy(segment=1)
+        True
+        >>> with policy(every=2) as active:
+        ...     active.matches(layer=len, name="len")
+        True
+
+    References:
+        Chen et al. 2016 for `segment`; Griewank & Walther 2000 for `levels="log"`.
+    """
+    if unknown:
+        _reject_unknown(*next(iter(unknown.items())))
+    if plan is not None and plan is not _UNSET:
+        if callable(plan):
+            raise PolicyError("plan", plan, "a function was decorated with `policy` itself", "write @policy(segment=1)")
+        raise PolicyError("plan", plan, "only None may be given by position", f"say what it is: segment={plan!r}")
+    return Policy(
+        segment,
+        every,
+        levels,
+        only=only,
+        skip=skip,
+        keep_last=keep_last,
+        nested=nested,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        debug=debug,
+        is_off=plan is None,
+    )
+
+
+# ---- schedules
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(
+    segment: int | str | None,
+    every: int | None,
+    levels: int | str,
+    keep_last: int,
+    length: int | None,
+    costs: tuple[Layer, ...] | None,
+) -> Schedule:
+    """The schedule of a chain of `length` calls; schedules made for a length are guarded against longer chains."""
+    n_inner = None if length is None else length - keep_last
+    if every is not None:
+        inner: Schedule = EveryNth(every)
+    elif type(segment) is int:
+        inner = _LEVELS[levels](segment)
+    elif n_inner is None or (segment == "auto" and costs is None):
+        return Segments(1)
+    elif n_inner < 1:
+        inner = Segments(1)
+    elif segment is None:
+        inner = Binomial(None, n_inner)
+    elif segment == "sqrt":
+        inner = _LEVELS[levels](sqrt_segment(n_inner))
+    else:
+        assert costs is not None
+        inner = _LEVELS[levels](best_segment(costs[:n_inner], _LEVELS[levels]))
+    needs_length = keep_last > 0 or (type(segment) is not int and every is None)
+    return StoreLast(inner, min(keep_last, length), length) if needs_length and length else inner
+
+
+# ---- checks
+
+
+def _check(self: Policy) -> None:
+    """Raises PolicyError unless the fields fit each other."""
+    if self.is_off:
+        for name, default in (("segment", None), ("every", None), ("levels", 1)):
+            if (value := getattr(self, name)) != default:
+                raise PolicyError(name, value, "means nothing in a policy that is off", "leave out the None")
+    _check_grouping(self)
+    _require_count("keep_last", self.keep_last, 0, "keep_last=1 stores the last layer call of each chain")
+    for name in _FLAGS:
+        if type(getattr(self, name)) is not bool:
+            raise PolicyError(name, getattr(self, name), "must be True or False", f"{name}=True")
+    if self.determinism_check not in _DETERMINISM_CHECKS:
+        known = ", ".join(map(repr, _DETERMINISM_CHECKS))
+        near = _nearest(self.determinism_check, _DETERMINISM_CHECKS) or "default"
+        raise PolicyError(
+            "determinism_check", self.determinism_check, f"must be one of {known}", f"determinism_check={near!r}"
+        )
+
+
+def _check_grouping(self: Policy) -> None:
+    segment, every, levels = self.segment, self.every, self.levels
+    if segment is not None and every is not None:
+        raise PolicyError("segment", segment, f"cannot be combined with every={every!r}", "give one of the two")
+    if segment is not None and segment not in ("sqrt", "auto") and not _is_count(segment, 1):
+        problem = "must be a whole number of at least 1, 'sqrt' or 'auto'"
+        raise PolicyError("segment", segment, problem, "segment=1 recomputes each layer call alone")
+    if every is not None:
+        _require_count("every", every, 1, "every=2 recomputes every other layer call")
+    if levels != "log" and not (_is_count(levels, 1) and levels <= 2):  # type: ignore[operator]
+        raise PolicyError("levels", levels, "must be 1, 2 or 'log'", "levels=2 rebuilds a segment boundary by boundary")
+    if every is not None and levels != 1:
+        raise PolicyError("levels", levels, "needs segments, but every= has none", "give segment= instead of every=")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _require_count(name: str, value: object, least: int, fix: str) -> None:
+    if not _is_count(value, least):
+        raise PolicyError(name, value, f"must be a whole number of at least {least}", fix)
+
+
+def _reject_unknown(name: str, value: object) -> None:
+    if name in _PLANNED:
+        fix = "leave it out; segment= and every= are available"
+        raise PolicyError(name, value, "is not available yet", fix)
+    known = [field.name for field in dataclasses.fields(Policy) if field.name != "is_off"]
+    near = _nearest(name, known)
+    fix = f"did you mean {near}=?" if near else f"the options are {', '.join(known)}"
+    raise PolicyError(name, value, "is not an option of policy()", fix)
+
+
+def _nearest(name: object, known: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)), None)
+
+
+# ---- only= and skip=
+
+
+def _selectors(name: str, value: Any) -> tuple[Selector, ...] | None:
+    """The selectors as a tuple, each of a kind that can be matched."""
+    if value is None:
+        return None
+    items = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not items:
+        raise PolicyError(name, value, "selects nothing", f"leave {name}= out")
+    for item in items:
+        is_layer = hasattr(item, "forward") and not isinstance(item, type)
+        if is_layer or not (isinstance(item, (str, type)) or callable(item)):
+            problem = "must be a class, a name glob, a predicate that takes the layer, or a list of those"
+            fix = f"{name}=lambda layer: layer is the_layer" if is_layer else f"{name}='*.layers.*'"
+            raise PolicyError(name, value, problem, fix)
+    return items
+
+
+def _is_selected(selectors: Any, layer: Any, name: str) -> bool:
+    for selector in selectors:
+        if isinstance(selector, str):
+            is_selected = fnmatchcase(name, selector)
+        elif isinstance(selector, type):
+            is_selected = isinstance(layer, selector)
+        else:
+            is_selected = bool(selector(layer))
+        if is_selected:
+            return True
+    return False
+
+
+def _unpacked(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+def _shown(value: Any) -> str:
+    """The value as the user wrote it; classes and functions by name."""
+    value = _unpacked(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)
+
+
+def _takes(function: Callable[..., Any], n_positional: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(n_positional))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,40 @@
+"""What a chain of layer calls keeps, drops and recomputes, and when; free of torch.
+
+Invariant: a schedule is a pure function of positions. It answers two questions (what happens to a call at
+forward, how a call is recomputed at backward) and has no state, so it may be shared by threads and passes.
+Start at `actions.Schedule`, then `classic.Segments`; `simulator.simulate` runs any schedule and predicts its
+peak memory and time.
+"""
+
+from ckptdeco.schedule.actions import Action, Dropped, Event, Freed, Kept, Recomputed, Schedule
+from ckptdeco.schedule.classic import (
+    Binomial,
+    EveryNth,
+    Segments,
+    StoreAll,
+    StoreLast,
+    TwoLevel,
+    sqrt_segment,
+)
+from ckptdeco.schedule.simulator import Layer, Simulation, best_segment, simulate
+
+__all__ = [
+    "Action",
+    "Binomial",
+    "Dropped",
+    "Event",
+    "EveryNth",
+    "Freed",
+    "Kept",
+    "Layer",
+    "Recomputed",
+    "Schedule",
+    "Segments",
+    "Simulation",
+    "StoreAll",
+    "StoreLast",
+    "TwoLevel",
+    "best_segment",
+    "simulate",
+    "sqrt_segment",
+]
