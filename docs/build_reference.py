@@ -111,11 +111,20 @@ def api_page() -> str:
         "Everything here is importable from `ckptdeco`. Errors have [a page of their own](errors.md).",
         "",
     ]
-    lines += [f"* [`{name}`](#{name.lower()})" for name, _, _ in others]
+    lines += [f"* [`{name}`](#{anchor})" for name, anchor in anchors([name for name, _, _ in others])]
     lines += [f"* [`{name}`](errors.md#{name.lower()})" for name, _, _ in errors]
     for name, module, nodes in others:
         lines += ["", f"## {name}", "", *describe(name, nodes, module)]
-    return "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def anchors(names: list[str]) -> Iterator[tuple[str, str]]:
+    """Each name with the anchor of its heading: `Policy` and `policy` would be the same, so the later gets a number."""
+    n_seen: dict[str, int] = {}
+    for name in names:
+        lower = name.lower()
+        yield name, f"{lower}-{n_seen[lower]}" if lower in n_seen else lower
+        n_seen[lower] = n_seen.get(lower, 0) + 1
 
 
 def describe(name: str, nodes: list[Definition], module: Path) -> Iterator[str]:
@@ -164,24 +173,32 @@ def signature(node: Definition) -> str:
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         fields = [
-            f"    {ast.unparse(child)}"
+            f"    {ast.unparse(without_field_call(child))}"
             for child in node.body
             if isinstance(child, (ast.AnnAssign, ast.Assign)) and not is_private_field(child)
         ]
         return "\n".join([f"class {node.name}({bases})" if bases else f"class {node.name}", *fields])
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         return ast.unparse(node)
-    arguments = ast.unparse(node.args)
+    parameters = split_arguments(ast.unparse(node.args))
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     kind = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
-    head = f"{kind}{node.name}({arguments}){result}"
+    head = f"{kind}{node.name}({', '.join(parameters)}){result}"
     if len(head) > 100:
-        parameters = split_arguments(arguments)
         head = "\n".join([f"{kind}{node.name}(", *(f"    {parameter}," for parameter in parameters), f"){result}"])
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
     return "\n".join(
         [*(f"@{name}" for name in ("property", "classmethod", "staticmethod") if name in decorators), head]
     )
+
+
+def without_field_call(node: ast.Assign | ast.AnnAssign) -> ast.Assign | ast.AnnAssign:
+    """`x: int = dataclasses.field(default=0, ...)` as `x: int = 0`."""
+    value = node.value
+    if isinstance(node, ast.AnnAssign) and isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
+        default = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+        return ast.AnnAssign(node.target, node.annotation, default, node.simple)
+    return node
 
 
 def is_private_field(node: ast.Assign | ast.AnnAssign) -> bool:
@@ -190,12 +207,14 @@ def is_private_field(node: ast.Assign | ast.AnnAssign) -> bool:
 
 
 def split_arguments(arguments: str) -> list[str]:
-    """Splits at the commas that are not inside brackets."""
+    """Splits at the commas that are not inside brackets, and sets the default of an annotated parameter off."""
     parts, depth = [""], 0
     for character in arguments:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
             parts.append("")
+        elif character == "=" and depth == 0 and ":" in parts[-1]:
+            parts[-1] += " = "
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
