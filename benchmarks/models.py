@@ -35,6 +35,7 @@ class TinyLayer(nn.Module):
         self.contract = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer; x has shape [batch, width]."""
         return self.contract(F.gelu(self.expand(self.norm(x))))
 
 
@@ -52,6 +53,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer; x has shape [batch, length, width]."""
         batch, length, width = x.shape
         heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.n_heads, width // self.n_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -68,6 +70,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor, call: Call = plain_call) -> torch.Tensor:
+        """All layers, one after the other."""
         for layer in self.layers:
             x = call(layer, x)
         return x
@@ -94,6 +97,11 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, token_ids: torch.Tensor, targets: torch.Tensor, call: Call = plain_call) -> torch.Tensor:
+        """The mean cross entropy; both arguments have shape [batch, length]."""
         x = self.tokens(token_ids) + self.positions[: token_ids.shape[1]]
-        logits = self.head(self.norm(self.chain(x, call)))
+        return self.loss(self.chain(x, call), targets)
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Head and loss on what the last layer returned."""
+        logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

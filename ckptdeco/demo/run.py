@@ -1,4 +1,4 @@
-"""Train the demo's model once under each policy, and measure what differs (memory, time) and what must not (results)."""
+"""Train the demo's model under each policy; measure what differs (memory, time) and what must not (results)."""
 
 from __future__ import annotations
 
