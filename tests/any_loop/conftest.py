@@ -1,0 +1,17 @@
+"""Every program of this folder runs under every policy of `support.subject.POLICIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support.subject import POLICIES, PolicySpec
+
+
+@pytest.fixture(params=POLICIES, ids=str)
+def under(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """Returns the same policy each time, so that what it learns in the first step is used in the next."""
+    spec: PolicySpec = request.param
+    made = spec.make()
+    return lambda: made
