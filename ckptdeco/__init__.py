@@ -1,0 +1,29 @@
+"""Activation checkpointing for any PyTorch model: decorate layers, choose a policy around the training step.
+
+>>> import ckptdeco
+>>> ckptdeco.policy(segment=3)
+policy(segment=3)
+"""
+
+from ckptdeco.decorator import checkpointable
+from ckptdeco.dropin import checkpoint
+from ckptdeco.engine.running import is_recomputing
+from ckptdeco.errors import CheckpointError
+from ckptdeco.planning.explain import Explanation, explain
+from ckptdeco.policy import Policy, Site, policy
+from ckptdeco.schedule.actions import Action
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "CheckpointError",
+    "Explanation",
+    "Policy",
+    "Site",
+    "checkpoint",
+    "checkpointable",
+    "explain",
+    "is_recomputing",
+    "policy",
+]

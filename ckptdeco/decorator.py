@@ -1,0 +1,279 @@
+"""`@checkpointable`: declares what may be recomputed; the active policy decides what is.
+
+The only module that uses wrapt. A decorated call without an active policy, or without grad, goes straight to the
+function. Otherwise it is placed in its chain, the policy is asked, and the engine runs it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, TypeVar, overload
+
+import torch
+import wrapt
+
+from ckptdeco import context
+from ckptdeco.engine.call import Inputs, Options, run
+from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
+from ckptdeco.engine.layer import LayerInfo, layer_info
+from ckptdeco.engine.passes import current_log
+from ckptdeco.engine.pending import forget
+from ckptdeco.engine.record import Record
+from ckptdeco.engine.running import running
+from ckptdeco.engine.torch_private import is_plain_autograd
+from ckptdeco.engine.tree import flatten
+from ckptdeco.errors import PolicyError
+from ckptdeco.policy import Chain as KnownChain
+from ckptdeco.policy import Policy, Site
+from ckptdeco.schedule.actions import Action
+from ckptdeco.schedule.simulator import Layer
+
+__all__ = ["checkpointable"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def checkpointable(function: F, /) -> F: ...
+@overload
+def checkpointable(*, name: str | None = None) -> Callable[[F], F]: ...
+
+
+def checkpointable(function: Any = None, /, *, name: str | None = None) -> Any:
+    """Declare that a layer's calls may be checkpointed: decorates `forward`, any method, or a plain function.
+
+    Nothing changes until a policy is active. Under one, the saved tensors of a call may be dropped after forward and
+    recomputed in backward, alone or together with the calls before it, with the same random numbers, autocast,
+    module state and arguments. The decorated callable keeps its name, signature, source and binding; modules that
+    have it can be deep-copied and pickled, and keep their state_dict keys.
+
+    Args:
+        function: what to decorate.
+        name: what errors, `explain()` and `only=` call it; default the layer's qualified name in its model.
+
+    Returns:
+        The decorated function, or a decorator if only `name` is given.
+
+    Raises:
+        PolicyError: `function` cannot be called.
+
+    Cost:
+        Memory: none of its own. Compute: under 1 µs a call while no policy is active or grad is off.
+
+    Example:
+        >>> import torch, ckptdeco
+        >>> class Block(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(4, 4)
+        ...     @ckptdeco.checkpointable
+        ...     def forward(self, x):
+        ...         return self.linear(x).tanh()
+        >>> layers = [Block() for _ in range(6)]
+        >>> x = torch.ones(2, 4)
+        >>> with ckptdeco.policy(segment=3):
+        ...     for layer in layers:
+        ...         x = layer(x)
+        >>> x.sum().backward()
+    """
+    if function is None:
+        return partial(_decorate, name=name)
+    return _decorate(function, name=name)
+
+
+def _decorate(function: Any, name: str | None) -> Any:
+    if isinstance(function, (classmethod, staticmethod)) or callable(function):
+        if isinstance(function, type):
+            raise PolicyError(
+                "function",
+                function,
+                "a class is not a layer call",
+                "decorate the class's forward method with @ckptdeco.checkpointable",
+            )
+        return Checkpointable(function, _Wrapper(name))
+    raise PolicyError(
+        "function", function, "only something callable can be decorated", "put @ckptdeco.checkpointable above a def"
+    )
+
+
+class Checkpointable(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A decorated function; copies and pickles as the function itself would."""
+
+    def __copy__(self) -> Checkpointable:
+        return Checkpointable(self.__wrapped__, self._self_wrapper)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointable:
+        # Functions are copied as themselves; a bound method is bound to the copy of its object.
+        return Checkpointable(copy.deepcopy(self.__wrapped__, memo), self._self_wrapper)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        wrapped = self.__wrapped__
+        if getattr(wrapped, "__self__", None) is not None or not hasattr(wrapped, "__qualname__"):
+            return Checkpointable, (wrapped, self._self_wrapper)
+        return wrapped.__qualname__  # found again by its name, as every function
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+
+class _Wrapper:
+    """What happens at a call of a decorated function. Instances differ only in the name the user gave."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def __call__(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entry = context.active()
+        if entry is None or not torch.is_grad_enabled():
+            return wrapped(*args, **kwargs)
+        if not is_plain_autograd():
+            return wrapped(*args, **kwargs)
+        return _call(entry, self.name, wrapped, instance, args, kwargs)
+
+
+class _Body:
+    """A layer's forward as it is run, first and again: with the policy switched off inside, or on if nested (R6)."""
+
+    __slots__ = ("entry", "function")
+
+    def __init__(self, function: Callable[..., Any], entry: context.Entry | None) -> None:
+        self.function = function
+        self.entry = entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = context.replace(self.entry)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            context.restore(token)
+
+
+class _ChainState:
+    """What one policy decided for one chain of this pass."""
+
+    __slots__ = ("at_backward", "known", "limit", "policy")
+
+    def __init__(self, policy: Policy, known: KnownChain) -> None:
+        self.policy = policy
+        self.known = known
+        self.limit = policy.segment_limit(known)
+        self.at_backward = partial(policy.at_backward, chain=known)
+
+
+@lru_cache(maxsize=64)
+def _options(policy: Policy) -> Options:
+    return Options(policy.preserve_rng_state, policy.determinism_check, policy.early_stop, policy.debug)
+
+
+def _call(
+    entry: context.Entry, name: str | None, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Place the call in its chain, ask the policy, run it."""
+    policy: Policy = entry.policy
+    layer = wrapped if instance is None else instance
+    info = layer_info(layer, wrapped, name)
+    frame = running.frame
+    if frame is None:
+        forget()
+    is_matched = _is_matched(policy, info, layer)
+    entry.note(info.name, is_matched=is_matched)
+    inputs = Inputs(args, kwargs)
+    upstream = trace_inputs(inputs.tensors, frame)
+    chain = upstream.chain
+    if chain is None or chain.context.policy is not policy:
+        chain = _begin_chain(policy, info)
+        upstream.position = -1
+    body = _Body(wrapped, entry if policy.nested else None)
+    if not is_matched:
+        return _run_unmatched(entry, body, inputs, chain, upstream)
+    state: _ChainState = chain.context
+    position = upstream.position + 1
+    chain.length = max(chain.length, position + 1)
+    action = _decide(policy, Site(layer, info.name, position, state.known), frame)
+    log = current_log(policy)
+    record = Record(info.name, position, action, log)
+    record.broken_by = upstream.broken_by
+    record.input_bytes = sum([t.nbytes for t in inputs.tensors if t.grad_fn is not None])
+    log.records.append(record)
+    if action is Action.SAVE:
+        result = body(*args, **kwargs)
+        _stamp(result, chain, position)
+    else:
+        result = run(
+            body, inputs, upstream, action, info=info, options=_options(policy), at_backward=state.at_backward,
+            limit=state.limit, chain=chain, position=position, record=record,
+        )  # fmt: skip
+    _note_cost(chain, position, record)
+    return result
+
+
+def _is_matched(policy: Policy, info: LayerInfo, layer: Any) -> bool:
+    if policy.only is None and policy.skip is None:
+        return True
+    is_matched = info.facts.get(policy)
+    if is_matched is None:
+        is_matched = info.facts[policy] = policy.matches(layer, info.name)
+    return is_matched
+
+
+def _begin_chain(policy: Policy, info: LayerInfo) -> Chain:
+    """A new chain that begins at this layer, with what is known of the last one that did."""
+    last: Chain | None = info.last_chain
+    known = KnownChain()
+    if last is not None:
+        costs = [last.costs.get(i) for i in range(last.length)] if policy.segment == "auto" else [None]
+        known = KnownChain(last.length, None if None in costs else tuple([Layer(1.0, 2.0, *c) for c in costs if c]))
+    info.last_chain = chain = Chain(_ChainState(policy, known))
+    return chain
+
+
+def _note_cost(chain: Chain, position: int, record: Record) -> None:
+    """Remember input and saved bytes of a call for the next pass; a stored call keeps what was measured before."""
+    if record.dropped_bytes:
+        chain.costs[position] = record.input_bytes or record.kept_bytes, record.dropped_bytes
+        return
+    known = chain.context.known.costs
+    if known is not None and position < len(known):
+        chain.costs[position] = known[position].input_bytes, known[position].saved_bytes
+
+
+def _decide(policy: Policy, site: Site, frame: Any) -> Action:
+    """Ask the policy; nested calls get the same answer in the recompute of the call around them (R22)."""
+    if frame is None:
+        return policy.at_forward(site)
+    if frame.again and frame.n_nested < len(frame.decisions):
+        action = frame.decisions[frame.n_nested]
+    else:
+        action = policy.at_forward(site)
+        frame.decisions.append(action)
+    frame.n_nested += 1
+    return action
+
+
+def _stamp(result: Any, chain: Chain, position: int) -> list[Any]:
+    outputs: list[torch.Tensor] = []
+    flatten(result, outputs)
+    return stamp_outputs(outputs, None, chain, position, running.frame)
+
+
+def _run_unmatched(entry: context.Entry, body: _Body, inputs: Inputs, chain: Chain, upstream: Upstream) -> Any:
+    """Run a layer that `only=` or `skip=` leaves out; chains go on through it."""
+    if entry.unmatched_backward and not entry.n_matched:
+        entry.policy._check_matched(entry)
+    result = body(*inputs.args, **inputs.kwargs)
+    _stamp(result, chain, upstream.position)
+    if not entry.n_matched:  # find out when the pass is over: its backward has begun
+        outputs: list[torch.Tensor] = []
+        flatten(result, outputs)
+        for output in outputs[:1]:
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(partial(_note_backward, entry))
+    return result
+
+
+def _note_backward(entry: context.Entry, grads: Any) -> None:
+    entry.unmatched_backward = True

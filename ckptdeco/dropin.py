@@ -1,0 +1,130 @@
+"""`checkpoint()`: the drop-in for `torch.utils.checkpoint.checkpoint`, on ckptdeco's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as _torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from ckptdeco.engine.call import Inputs, Options, run
+from ckptdeco.engine.dataflow import Upstream
+from ckptdeco.engine.layer import layer_info
+from ckptdeco.engine.record import PassLog, Record
+from ckptdeco.engine.running import running
+from ckptdeco.engine.torch_private import is_plain_autograd
+from ckptdeco.errors import PolicyError
+from ckptdeco.schedule.actions import Action
+
+__all__ = ["checkpoint"]
+
+_ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    context_fn: _ContextFn = noop_context_fn,
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Call `function` now, drop what autograd saved in it, and recompute it in backward.
+
+    A drop-in for `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`; needs no policy and no decorator.
+    Tensors in nested containers and in keyword arguments are kept, version-checked and seen by saved-tensor hooks.
+
+    Args:
+        function: what to run; takes `args` and `kwargs`.
+        *args: its arguments, tensors or not.
+        use_reentrant: True delegates to torch's reentrant variant, with its restrictions.
+        preserve_rng_state: whether the recompute sees the random numbers that forward saw.
+        determinism_check: `"default"` compares metadata of saved tensors, `"values"` values too, `"none"` skips the
+            comparison by value of first recomputes.
+        context_fn: returns two context managers, entered around the forward and around the recompute.
+        debug: whether errors show the first operation that differs.
+        early_stop: whether a recompute stops as soon as the last tensor that is needed exists.
+        **kwargs: keyword arguments of `function`. One that is named like an option here is reached by
+            `functools.partial`, or by the decorator, which has no options at the call.
+
+    Returns:
+        What `function` returned.
+
+    Raises:
+        CheckpointError: in backward, when the recompute does not match forward.
+        PolicyError: `function` cannot be called, or an option has a value that it cannot have.
+
+    Cost:
+        Memory: the tensors among the arguments stay; what `function` saves for backward does not.
+        Compute: one more forward in backward, less what early stop skips.
+
+    Example:
+        >>> import torch, ckptdeco
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> ckptdeco.checkpoint(lambda x: x.exp().sin(), x).sum().backward()
+        >>> bool(x.grad.isfinite().all())
+        True
+
+    References:
+        `torch.utils.checkpoint.checkpoint`. Differs: keyword and nested tensors are kept like positional ones, and
+        buffers, module state and values are protected or compared.
+    """
+    if use_reentrant:
+        if debug or context_fn is not noop_context_fn:
+            raise ValueError("context_fn and debug need use_reentrant=False\n  Fix: leave use_reentrant out.")
+        return _torch_checkpoint(function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state, **kwargs)
+    if not callable(function):
+        raise PolicyError("function", function, "only something callable can be checkpointed", "pass the layer itself")
+    if determinism_check not in ("default", "values", "none"):
+        raise PolicyError(
+            "determinism_check", determinism_check, "is not a known check", "use 'default', 'values' or 'none'"
+        )
+    if not torch.is_grad_enabled() or not is_plain_autograd():
+        return function(*args, **kwargs)
+    body = function if context_fn is noop_context_fn else _InContext(function, *context_fn())
+    bound = getattr(function, "__self__", None)
+    is_layer = isinstance(bound, torch.nn.Module)
+    layer = bound if is_layer else function if isinstance(function, torch.nn.Module) else None
+    info = layer_info(layer if layer is not None else getattr(function, "__code__", function), function)
+    inputs = Inputs(args, kwargs)
+    return run(
+        body,
+        inputs,
+        Upstream(len(inputs.tensors)),
+        Action.DROP_KEEP,
+        info=info,
+        options=Options(preserve_rng_state, determinism_check, early_stop, debug),
+        at_backward=_alone,
+        limit=1,
+        chain=None,
+        position=0,
+        record=Record(info.name, 0, Action.DROP_KEEP, PassLog(None)),
+    )
+
+
+def _alone(first: int, target: int) -> tuple[Action, ...]:
+    return (Action.SAVE,)
+
+
+class _InContext:
+    """Runs a function in one context manager in forward, in another in a recompute."""
+
+    __slots__ = ("forward", "function", "recompute")
+
+    def __init__(
+        self, function: Callable[..., Any], forward: AbstractContextManager[Any], recompute: AbstractContextManager[Any]
+    ) -> None:
+        self.function = function
+        self.forward = forward
+        self.recompute = recompute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = running.frame
+        with self.recompute if frame is not None and frame.again else self.forward:
+            return self.function(*args, **kwargs)

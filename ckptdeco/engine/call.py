@@ -1,0 +1,357 @@
+"""One layer call: run its forward as a probe, then drop what autograd saved, or keep it (R1, R3, R19).
+
+While the call runs its saved tensors are packed but held. At its end the engine knows what the call drew, wrote and
+changed. If it did something it was not protected for, everything stays (the call is stored), and the next call of
+this kind is protected. Otherwise the saved tensors are dropped and the call remembers how to get them back: its
+inputs (kept tensors, or references to the calls that produced them), generator states, autocast and module state.
+
+Strong references lead only backwards in time: saved slot -> call -> producing call. There is no list of calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ckptdeco.engine import ambient, recompute, rng
+from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs
+from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.kept import Kept, keep
+from ckptdeco.engine.layer import LayerInfo, Protection
+from ckptdeco.engine.record import Record
+from ckptdeco.engine.running import Frame, running
+from ckptdeco.engine.saved import Saved, is_parameter, unpack
+from ckptdeco.engine.state import Snapshot, buffer_values
+from ckptdeco.engine.tree import Template, flatten
+from ckptdeco.schedule.actions import Action
+
+__all__ = ["Call", "Inputs", "Options", "Reference", "run"]
+
+
+class Options(NamedTuple):
+    """How calls are recomputed; torch's names."""
+
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    early_stop: bool = True
+    debug: bool = False
+
+
+class Inputs:
+    """Arguments of one call: its tensors in order, and the template they fit in."""
+
+    __slots__ = ("args", "kwargs", "template", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors: list[Tensor] = []
+        self.template: Template = flatten([args, kwargs], self.tensors)
+
+
+class Reference:
+    """An input that is not kept: output `index` of an earlier call (R1)."""
+
+    __slots__ = ("call", "index", "output", "version")
+
+    def __init__(self, call: Call, index: int, output: Tensor) -> None:
+        self.call = call
+        self.index = index
+        self.output = weakref.ref(output)  # somebody may hold it anyway (R28)
+        self.version = output._version
+
+    def boundary(self) -> Tensor | None:
+        """The value, if it need not be recomputed: promoted to a boundary (R25), or alive and unchanged (R28)."""
+        kept = self.call.kept_outputs.get(self.index)
+        if kept is not None:
+            return kept.get()
+        output = self.output()
+        return output.detach() if output is not None and output._version == self.version else None
+
+
+class Call:
+    """What is needed to run a layer call again. Frozen at forward; backward reads nothing else (R7)."""
+
+    __slots__ = (
+        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "info", "is_checked",
+        "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "rng", "size", "slots",
+        "snapshot", "sources", "template", "trace", "unpacked", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, body: Callable[..., Any], inputs: Inputs, info: LayerInfo, protection: Protection) -> None:
+        self.body = body
+        self.template = inputs.template
+        self.flags = [(t.requires_grad, t.grad_fn is None) for t in inputs.tensors]  # per consuming call (R22)
+        self.info = info
+        self.protection = protection
+        self.mutated = protection.mutated_inputs
+        self.sources: list[Kept | Reference] = []
+        self.slots: list[weakref.ref[Saved] | None] = []  # per saved tensor; None where it was kept as it is
+        self.kept_outputs: dict[int, Kept] = {}
+        self.waiting: dict[int, recompute.Waiting] = {}  # by backward pass (R35)
+        self.rebuilt: dict[int, dict[int, Tensor]] = {}  # inputs kept again during backward (levels)
+        self.decisions: list[object] = []
+        self.rng: rng.RngState | None = None
+        self.snapshot: Snapshot | None = None
+        self.trace: list[str] | None = None
+        self.unpacked = False  # a backward went through: no later call may refer to this one (R15)
+        self.is_checked = False
+
+    serve = recompute.serve
+
+    def references(self) -> list[Reference]:
+        """The inputs that are not kept."""
+        return [source for source in self.sources if type(source) is Reference]
+
+
+def run(
+    body: Callable[..., Any],
+    inputs: Inputs,
+    upstream: Upstream,
+    action: Action,
+    *,
+    info: LayerInfo,
+    options: Options,
+    at_backward: Callable[[int, int], Sequence[Action]],
+    limit: int | None,
+    chain: Chain | None,
+    position: int,
+    record: Record,
+) -> Any:
+    """Run a layer call that a schedule wants dropped, and stamp what it returns.
+
+    Args:
+        body: the layer's forward, as it shall also be run in backward.
+        inputs: its arguments.
+        upstream: where these come from.
+        action: `DROP_KEEP` or `DROP`.
+        info: the layer.
+        options: how to recompute.
+        at_backward: the schedule's second question, for positions of this chain.
+        limit: most calls that one walk may run (R24); None: as many as the chain is long.
+        chain: the chain of this call; None for a call that is in none.
+        position: its position there.
+        record: what is told of this call.
+
+    Returns:
+        What `body` returned, untouched.
+    """
+    frame = running.frame
+    tensors = inputs.tensors
+    devices = rng.devices_of(tensors)
+    surroundings = ambient.capture(devices)
+    layer = info.layer()
+    protection = info.protection((getattr(layer, "training", None), surroundings, len(tensors)))
+    protection.n_calls += 1
+    check = options.determinism_check == "values" or (
+        options.determinism_check != "none" and protection.is_check_due()
+    )
+
+    call = Call(body, inputs, info, protection)
+    call.options, call.at_backward, call.position, call.record = options, at_backward, position, record
+    call.devices, call.ambient = devices, surroundings
+    _find_sources(call, tensors, upstream, action, limit, check, frame)
+
+    modules = None if info.tree is None or layer is None else info.tree.modules(layer)
+    if modules is not None:
+        call.snapshot = Snapshot(modules, protection.written_buffers)
+    before = buffer_values(modules) if check and modules is not None else None
+    versions = [t._version if not t.is_inference() else 0 for t in tensors]
+    entry_state = rng.capture(devices) if options.preserve_rng_state else None
+
+    probe = _Probe(check)
+    running.frame = Frame(call.decisions, again=False)
+    try:
+        with saved_tensors_hooks(probe.pack, unpack), recompute.traced(call, options.debug):
+            result = body(*inputs.args, **inputs.kwargs)
+    except BaseException:
+        probe.keep_all()
+        raise
+    finally:
+        running.frame = frame
+
+    if entry_state is not None and not rng.is_same(entry_state, rng.capture(devices)):
+        call.rng = entry_state
+    surprise = _learn(call, protection, tensors, versions, modules, before)
+    outputs: list[Tensor] = []
+    flatten(result, outputs)
+    n_dropped = 0
+    shapes = tuple([t.shape for t in tensors])
+    n_bytes = protection.sizes.get(shapes)
+    if n_bytes is None:
+        n_bytes = protection.sizes[shapes] = probe.n_bytes()
+    if surprise:
+        probe.keep_all()
+        record.store(surprise)
+    else:
+        n_dropped = probe.drop(call)
+        record.measure(call.sources if n_dropped else [], n_bytes)
+    if chain is None:  # the drop-in: its calls are in no chain
+        return result
+    stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)
+    if check and n_dropped:
+        for stamp in stamps:
+            stamp.values = fingerprint(outputs[stamp.index])
+    return result
+
+
+def _find_sources(
+    call: Call,
+    tensors: list[Tensor],
+    upstream: Upstream,
+    action: Action,
+    limit: int | None,
+    check: bool,
+    frame: Frame | None,
+) -> None:
+    """Decide per input: a reference to the call just before, or a kept tensor (R24, R25)."""
+    call.size = 1
+    candidates = _references(call, tensors, upstream, action, limit, check)
+    for i, tensor in enumerate(tensors):
+        if i in call.mutated:
+            with torch.no_grad():
+                call.sources.append(Kept(tensor.clone()))
+            continue
+        stamp = upstream.stamps[i]
+        if i in candidates:
+            call.sources.append(Reference(candidates[i], stamp.index, tensor))  # type: ignore[union-attr]
+            stamp.consumer = True  # type: ignore[union-attr]
+            continue
+        kept = stamp.kept() if stamp is not None and stamp.kept is not None else None
+        if kept is None:
+            kept = keep(tensor, frame)
+        if stamp is not None:
+            stamp.kept = weakref.ref(kept)
+            producer = stamp.call() if stamp.call is not None else None
+            if producer is not None:
+                producer.kept_outputs[stamp.index] = kept
+        call.sources.append(kept)
+
+
+def _references(
+    call: Call, tensors: list[Tensor], upstream: Upstream, action: Action, limit: int | None, check: bool
+) -> dict[int, Call]:
+    """Inputs that may be references, with the calls they come from; none if a walk would become too large."""
+    if action is not Action.DROP:
+        return {}
+    found: dict[int, Call] = {}
+    producers: dict[int, Call] = {}
+    protection = call.protection
+    for i, stamp in enumerate(upstream.stamps):
+        if stamp is None or stamp.call is None or stamp.consumer or stamp.position != call.position - 1:
+            continue
+        if i in protection.boundary_inputs or i in protection.mutated_inputs:
+            continue
+        producer = stamp.call()
+        if producer is None or producer.unpacked or stamp.index in producer.kept_outputs:
+            continue
+        if stamp.values is not None and check and fingerprint(tensors[i]) != stamp.values:
+            protection.boundary_inputs[i] = "it was written between the layers by an operation autograd does not see"
+            call.record.broken_by = protection.boundary_inputs[i]
+            continue
+        found[i] = producer
+        producers[id(producer)] = producer
+    size = 1 + sum(producer.size for producer in producers.values())
+    longest = 1 + max((producer.size for producer in producers.values()), default=0)
+    if size > (longest if limit is None else limit):
+        call.record.broken_by = f"its segment would have {size} layer calls"
+        return {}
+    call.size = size
+    return found
+
+
+def _learn(
+    call: Call,
+    protection: Protection,
+    tensors: list[Tensor],
+    versions: list[int],
+    modules: list[nn.Module] | None,
+    before: dict[Any, Any] | None,
+) -> str:
+    """What the call did that it was not protected from; "" if nothing. The next call is protected (R19)."""
+    surprise = ""
+    mutated = {
+        i for i, (t, v) in enumerate(zip(tensors, versions, strict=True)) if not t.is_inference() and t._version != v
+    }
+    if not mutated <= protection.mutated_inputs:
+        protection.mutated_inputs |= mutated
+        surprise = "it changed an input in place"
+    if call.snapshot is not None and modules is not None:
+        written = call.snapshot.written_buffers()
+        if before is not None:
+            after = buffer_values(modules)
+            written |= {key for key in after if before.get(key) != after[key]}
+        if not written <= protection.written_buffers:
+            protection.written_buffers |= written
+            surprise = "it wrote a buffer"
+    return surprise
+
+
+class _Probe:
+    """Holds the saved tensors of a running call until it is known what to do with them."""
+
+    __slots__ = ("check", "saved")
+
+    def __init__(self, check: bool) -> None:
+        self.saved: list[Saved] = []
+        self.check = check
+
+    def pack(self, tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        if self.check and not is_parameter(tensor):
+            saved.values = fingerprint(tensor)
+        self.saved.append(saved)
+        return saved
+
+    def keep_all(self) -> None:
+        """Store everything: as detached aliases, since the tensors themselves would close cycles."""
+        for saved in self.saved:
+            value = saved.value
+            if value is not None and value.grad_fn is not None:
+                saved.value = value.detach()
+
+    def drop(self, call: Call) -> int:
+        """Drop what can be recomputed, and note per slot what was decided (R22)."""
+        slots = call.slots
+        n_dropped = 0
+        for index, saved in enumerate(self.saved):
+            value: Any = saved.value
+            if is_parameter(value):  # alive anyway, with its version (R8)
+                if value.grad_fn is not None:
+                    saved.value = value.detach()
+                slots.append(None)
+                continue
+            if value._version != saved.version:
+                saved.is_modified = True  # backward must say so, as it would without us (R21)
+            if self.check:
+                now = fingerprint(value)
+                if now != saved.values:  # saved before it was filled: stopping there would give noise (R20)
+                    call.protection.is_stop_safe = False
+                    saved.values = now
+            saved.meta = (value.shape, value.dtype, value.device)
+            saved.call = call
+            saved.index = index
+            saved.value = None
+            slots.append(weakref.ref(saved))
+            n_dropped += 1
+        self.saved = []
+        return n_dropped
+
+    def n_bytes(self) -> int:
+        """Bytes of the unique storages held, without parameters."""
+        storages: dict[int, int] = {}
+        for saved in self.saved:
+            value: Any = saved.value
+            if is_parameter(value):
+                continue
+            try:
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):
+                storages[-id(saved)] = value.nbytes if value.layout is torch.strided else 0
+        return sum(storages.values())

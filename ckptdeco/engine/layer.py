@@ -1,0 +1,142 @@
+"""What the engine knows of a layer: its name for people, and what its calls did so far (R19).
+
+Facts are kept per layer and per way of calling it (training or not, autocast, argument structure): a layer that
+draws, writes or mutates only in training is protected only there. They are found weakly by the layer's identity, so
+nothing is written on the user's module.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable
+from pathlib import PurePath
+from typing import Any
+
+from torch import nn
+
+from ckptdeco.engine.state import BufferKey, ModuleTree
+
+__all__ = ["LayerInfo", "Protection", "layer_info"]
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Protection:
+    """What calls of one kind did, and hence what the next call is protected from."""
+
+    __slots__ = ("boundary_inputs", "is_stop_safe", "mutated_inputs", "n_calls", "sizes", "written_buffers")
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+        self.mutated_inputs: frozenset[int] = frozenset()  # inputs changed in place: cloned first
+        self.written_buffers: frozenset[BufferKey] = frozenset()  # buffers written: cloned first
+        self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
+        self.is_stop_safe = True  # early stop gives right values (R20)
+        self.sizes: dict[Hashable, int] = {}  # bytes that a call saves, by the shapes of its inputs
+
+    def is_check_due(self) -> bool:
+        """Whether this call is checked by value: the 1st, 2nd, 4th, 8th … (R12)."""
+        return self.n_calls & (self.n_calls - 1) == 0
+
+
+class LayerInfo:
+    """One layer: a module, another object with a method, or a function."""
+
+    __slots__ = ("_reference", "code", "facts", "label", "last_chain", "name", "protections", "tree")
+
+    def __init__(self, layer: Any, fn: Callable[..., Any], name: str | None) -> None:
+        self._reference = _weak(layer)
+        self.tree = ModuleTree(layer) if isinstance(layer, nn.Module) else None
+        self.protections: dict[Hashable, Protection] = {}
+        self.last_chain: Any = None  # the chain of the last pass that began here
+        self.facts: dict[Hashable, Any] = {}  # what upper layers remember, e.g. whether a policy names this layer
+        self.name = name or _name_in_model(layer) or _own_name(layer, fn)
+        self.label = f"{self.name} ({_where(fn)})"
+
+    def layer(self) -> Any:
+        """The layer, or None when it is gone."""
+        return self._reference()
+
+    def protection(self, kind: Hashable) -> Protection:
+        """What is known of calls of this kind."""
+        known = self.protections.get(kind)
+        if known is None:
+            known = self.protections[kind] = Protection()
+        return known
+
+
+def _weak(layer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(layer)
+    except TypeError:
+        return lambda: layer
+
+
+_layers: dict[int, LayerInfo] = {}
+
+
+def layer_info(layer: Any, fn: Callable[..., Any], name: str | None = None) -> LayerInfo:
+    """The record of `layer`, made at its first call. `fn` is its decorated forward, `name` what the user calls it."""
+    key = id(layer)
+    info = _layers.get(key)
+    if info is not None and info.layer() is layer:
+        return info
+    info = LayerInfo(layer, fn, name)
+    _layers[key] = info
+    try:
+        weakref.finalize(layer, _forget, key, info).atexit = False
+    except TypeError:
+        pass
+    return info
+
+
+def _forget(key: int, info: LayerInfo) -> None:
+    if _layers.get(key) is info:
+        del _layers[key]
+
+
+def _own_name(layer: Any, fn: Callable[..., Any]) -> str:
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return getattr(fn, "__qualname__", None) or type(fn).__name__
+
+
+def _where(fn: Callable[..., Any]) -> str:
+    """``Block.forward, model.py:41``."""
+    plain = getattr(fn, "__func__", fn)
+    name = getattr(plain, "__qualname__", type(plain).__name__).replace("<locals>.", "")
+    code = getattr(plain, "__code__", None)
+    return f"{name}, {PurePath(code.co_filename).name}:{code.co_firstlineno}" if code else name
+
+
+_names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def _name_in_model(layer: Any) -> str | None:
+    """The layer's qualified name in the outermost module whose forward is running, found on the call stack.
+
+    Only done once a layer: a decorated forward is given its layer, but not the model around it.
+    """
+    if not isinstance(layer, nn.Module):
+        return None
+    best = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_name in ("forward", "_call_impl", "__call__", "_wrapped_call_impl"):
+            module = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(module, nn.Module) and module is not layer:
+                best = _qualified(module, layer) or best
+        frame = frame.f_back  # type: ignore[assignment]
+    return best
+
+
+def _qualified(root: nn.Module, layer: nn.Module) -> str | None:
+    names = _names.get(root)
+    if names is None or id(layer) not in names:
+        names = _names[root] = {id(module): name for name, module in root.named_modules()}
+    name = names.get(id(layer))
+    if name is None:
+        return None
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or None

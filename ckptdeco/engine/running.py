@@ -1,0 +1,43 @@
+"""What runs on this thread right now: the innermost layer call (a frame), and whether it is a recompute."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["Frame", "is_recomputing", "running"]
+
+
+class Frame:
+    """One run of a layer call's forward, first or again. Layer calls nested in it get their decisions recorded and,
+    in a recompute, given again, so that both runs save the same tensors (R22)."""
+
+    __slots__ = ("__weakref__", "again", "decisions", "n_nested")
+
+    def __init__(self, decisions: list[object], again: bool) -> None:
+        self.decisions = decisions
+        self.again = again
+        self.n_nested = 0
+
+
+class _Running(threading.local):
+    frame: Frame | None = None
+    recomputing: bool = False
+
+
+running = _Running()
+
+
+def is_recomputing() -> bool:
+    """Tell whether the code that asks is being run again for backward.
+
+    Use it to skip side effects that must happen once a step, such as logging or counting tokens.
+
+    Returns:
+        True inside a layer's forward while ckptdeco recomputes it (on this thread), else False.
+
+    Example:
+        >>> import ckptdeco
+        >>> ckptdeco.is_recomputing()
+        False
+    """
+    return running.recomputing

@@ -1,0 +1,41 @@
+"""The few private names of torch that have no public counterpart, in one place.
+
+`tests/unit/engine/test_torch_private.py` pins what each of them must do; a torch release that moves one fails there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["at_end_of_backward", "graph_task_id", "is_plain_autograd", "unseen_by_modes"]
+
+#: Id of the backward pass (graph task) that runs on this thread, or -1 outside of one. Nested passes have ids of their own.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward pass that runs on this thread ends. Only valid inside one."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_plain_autograd() -> bool:
+    """False where saved-tensor hooks do not work or the tensors are not what they seem: inside `torch.func` transforms,
+    at a forward-AD level, with hooks disabled, and while tracing (R32)."""
+    return (
+        torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._functorch.maybe_current_level() is None
+        and forward_ad._current_level < 0
+        and not torch.jit.is_tracing()
+    )
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Run operators that the user's dispatch and function modes do not see."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

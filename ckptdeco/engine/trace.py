@@ -1,0 +1,37 @@
+"""The operators that a layer call runs, for `debug=True`: shows the first one that differs in a recompute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Trace", "first_difference"]
+
+
+class Trace(TorchDispatchMode):
+    """Lists every operator with the types and shapes of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        out = func(*args, **(kwargs or {}))
+        shapes = [str(list(t.shape)) for t in (out if isinstance(out, (list, tuple)) else (out,)) if hasattr(t, "shape")]
+        self.operators.append(f"{func} -> {', '.join(shapes)}")
+        return out
+
+
+def first_difference(forward: list[str] | None, recompute: list[str] | None) -> str:
+    """A few lines around the first operator that differs, or "" without traces."""
+    if forward is None or recompute is None:
+        return ""
+    n = next(
+        (i for i, (a, b) in enumerate(zip(forward, recompute, strict=False)) if a != b), min(len(forward), len(recompute))
+    )
+    lines = [f"  operators up to the first that differs (number {n}):"]
+    lines += [f"    both:      {operator}" for operator in forward[max(0, n - 3) : n]]
+    lines.append(f"    forward:   {forward[n] if n < len(forward) else '(ended)'}")
+    lines.append(f"    recompute: {recompute[n] if n < len(recompute) else '(ended)'}")
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""`explain()`: what the last pass kept, dropped and recomputed, and where a chain broke."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptdeco.engine.passes import last_log
+from ckptdeco.schedule.actions import Action
+
+__all__ = ["CallReport", "Explanation", "explain"]
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """One layer call of a pass.
+
+    Attributes:
+        name: the layer's qualified name.
+        position: 0-based, in its chain.
+        action: what was done with its saved tensors.
+        kept_bytes: inputs kept for it; one shared by several calls counts where it was kept first.
+        dropped_bytes: unique storages of saved tensors that were dropped.
+        n_recomputed: how often its forward was run again so far.
+        why: why it was stored, or what broke the chain before it; "" if nothing did.
+    """
+
+    name: str
+    position: int
+    action: Action
+    kept_bytes: int
+    dropped_bytes: int
+    n_recomputed: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What happened in a pass; prints as a table.
+
+    Attributes:
+        policy: the policy, as it reads; "" if there was no pass.
+        calls: one report per layer call, in order.
+    """
+
+    policy: str
+    calls: tuple[CallReport, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all kept inputs."""
+        return sum(call.kept_bytes for call in self.calls)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of all dropped saved tensors."""
+        return sum(call.dropped_bytes for call in self.calls)
+
+    def __str__(self) -> str:
+        if not self.calls:
+            return (
+                "no decorated layer call was seen under an active policy, with grad enabled\n"
+                "  Fix: put @ckptdeco.checkpointable on a layer's forward, and the step in `with ckptdeco.policy(...):`"
+            )
+        width = max(len(call.name) for call in self.calls)
+        lines = [f"{self.policy}: {len(self.calls)} layer calls, kept {_size(self.kept_bytes)}, dropped "
+                 f"{_size(self.dropped_bytes)}", f"{'layer':{width}}  pos  action     kept       dropped    recomputed"]  # fmt: skip
+        for call in self.calls:
+            lines.append(
+                f"{call.name:{width}}  {call.position:3d}  {call.action.name:9}  {_size(call.kept_bytes):9}  "
+                f"{_size(call.dropped_bytes):9}  {call.n_recomputed}{'  ' + call.why if call.why else ''}"
+            )
+        return "\n".join(lines)
+
+
+def explain() -> Explanation:
+    """Tell what the last pass did: per layer call kept or dropped, in bytes, recomputed how often, and why.
+
+    A pass is all layer calls from one backward to the next. It is that of this thread; a thread without one gets the
+    last of any.
+
+    Returns:
+        An `Explanation`; print it.
+
+    Cost:
+        Nothing during training beyond counters; here one object per layer call.
+
+    Example:
+        >>> import ckptdeco
+        >>> print(ckptdeco.explain())  # doctest: +SKIP
+    """
+    log = last_log()
+    if log is None:
+        return Explanation("", ())
+    return Explanation(repr(log.policy), tuple([_report(record) for record in log.records]))
+
+
+def _report(record: Any) -> CallReport:
+    why = record.why
+    if not why and record.broken_by:
+        why = f"chain broken before it: {record.broken_by}"
+    return CallReport(
+        record.name, record.position, record.action, record.kept_bytes, record.dropped_bytes, record.n_recomputed, why
+    )
+
+
+def _size(n_bytes: int) -> str:
+    if n_bytes < 1 << 10:
+        return f"{n_bytes} B"
+    if n_bytes < 1 << 20:
+        return f"{n_bytes / (1 << 10):.1f} KiB"
+    return f"{n_bytes / (1 << 20):.1f} MiB"
