@@ -7,7 +7,7 @@ predicts each policy, and one real step under the policy is measured beside it. 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 
 import ckptdeco
-from benchmarks.models import Block, Gpt, plain_call, torch_per_layer
+from benchmarks.models import Block, Call, Gpt, plain_call, torch_per_layer
 from benchmarks.overhead import decorated
 from ckptdeco.planning.meter import ActivationMeter, ActivationTrace, measure_step
 from ckptdeco.policy import Chain as KnownChain
-from ckptdeco.schedule import Layer, simulate
+from ckptdeco.schedule import Layer, StoreLast, simulate
 
 MIB = 2**20
 PLAIN: dict[str, Any] = {}
@@ -40,38 +40,30 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure_layer(layer: torch.nn.Module, x: torch.Tensor) -> Layer:
+def measure_layer(forward: Call, parameters: Iterable[torch.nn.Parameter], x: torch.Tensor) -> Layer:
     """The sizes of one layer, its input being there before; its times are guesses."""
     x = x.clone().requires_grad_()
-    with ActivationMeter(layer.parameters()) as meter:
-        output = layer(x)
+    with ActivationMeter(parameters) as meter:
+        output = forward(x)
         meter.mark("output")
         loss = output.mul(2.0).sum()  # holds nothing, and gives the layer a gradient that nobody else holds
         meter.mark("backward")
         loss.backward()
     trace = meter.trace
-    x_bytes = x.untyped_storage().nbytes()
-    forward, alive = trace.marks["output"], trace.marks["backward"].live_bytes
-    peak_forward = max(point.live_bytes for point in trace.timeline if point.elapsed_s <= forward.elapsed_s)
-    peak_backward = max(
-        point.live_bytes for point in trace.timeline if point.elapsed_s >= trace.marks["backward"].elapsed_s
-    )
+    x_bytes, output_bytes = x.untyped_storage().nbytes(), output.untyped_storage().nbytes()
+    after, turn = trace.marks["output"], trace.marks["backward"]
+    peak_forward = max(point.live_bytes for point in trace.timeline if point.elapsed_s <= after.elapsed_s)
+    peak_backward = max(point.live_bytes for point in trace.timeline if point.elapsed_s >= turn.elapsed_s)
     return Layer(
         forward_s=1.0,
         backward_s=2.0,
         input_bytes=x_bytes,
-        saved_bytes=forward.live_bytes - output.untyped_storage().nbytes() + x_bytes,
-        forward_temp_bytes=peak_forward - forward.live_bytes,
-        backward_temp_bytes=max(peak_backward - alive - 2 * x_bytes, 0),
+        saved_bytes=after.live_bytes - output_bytes + x_bytes,
+        output_bytes=output_bytes,
+        forward_temp_bytes=peak_forward - after.live_bytes,
+        backward_temp_bytes=max(peak_backward - turn.live_bytes - output_bytes - x_bytes, 0),
         skipped_s=0.25,
     )
-
-
-def measure_head(model: Gpt, x: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
-    """Bytes that head and loss hold when forward ends, and at their peak; their input is there before."""
-    x = x.clone().requires_grad_()
-    trace = measure_step(lambda: model.loss(x, targets), model.parameters())
-    return trace.marks["backward"].live_bytes, trace.peak_bytes
 
 
 def measure(step: Callable[[], torch.Tensor], model: Gpt, policy: Any) -> ActivationTrace:
@@ -94,13 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = Gpt(block, n_layers=options.layers, width=options.width, max_length=options.length)
     token_ids, targets = torch.randint(0, 1024, (2, options.batch, options.length))
     x = torch.randn(options.batch, options.length, options.width)
-    layer = measure_layer(Block(options.width, 4), x)
-    head_kept, head_peak = measure_head(model, x, targets)
+    single = Block(options.width, 4)
+    layer = measure_layer(single, single.parameters(), x)
+    head = measure_layer(lambda x: model.loss(x, targets), model.parameters(), x)
     chain = (layer,) * options.layers
     print(
         f"{options.layers} layers; one layer's input {layer.input_bytes / MIB:.2f} MiB (x), its saved tensors "
         f"{layer.saved_bytes / MIB:.2f} MiB (a), a/x = {layer.saved_bytes / layer.input_bytes:.1f}; "
-        f"head and loss {head_peak / MIB:.2f} MiB\n"
+        f"head and loss {head.saved_bytes / MIB:.2f} MiB\n"
     )
     print(f"{'MiB':<26}{'after forward':^30}{'peak':^30}")
     print(f"{'':<26}" + f"{'predicted':>10}{'measured':>10}{'error':>9} " * 2 + f"{'of plain':>9}")
@@ -108,11 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plain_peak = 0
     for name, keywords in [*POLICIES.items(), (TORCH, {"segment": 1})]:
         policy = ckptdeco.policy(**keywords) if keywords else ckptdeco.policy(None)
-        predicted = simulate(chain, policy.schedule_for(KnownChain(costs=chain)), head_bytes=head_peak)
+        # head and loss are one more layer, which no policy recomputes
+        schedule = StoreLast(policy.schedule_for(KnownChain(costs=chain)), 1, options.layers + 1)
+        predicted = simulate((*chain, head), schedule)
         call = torch_per_layer if name == TORCH else plain_call
         trace = measure(partial(step, call), model, nullcontext() if name == TORCH else policy)
         plain_peak = plain_peak or trace.peak_bytes
-        after = predicted.kept_bytes + layer.input_bytes + head_kept  # the last output: the head's norm saves it
+        after = predicted.kept_bytes + (head.output_bytes or 0)
         print(
             f"{name:<26}{_compared(after, trace.marks['backward'].live_bytes)} "
             f"{_compared(predicted.peak_bytes, trace.peak_bytes)} {trace.peak_bytes / plain_peak:>9.3f}"

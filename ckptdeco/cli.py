@@ -66,7 +66,10 @@ def _fail(message: str) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
@@ -79,9 +82,12 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(f"ckptdeco {version('ckptdeco')}")
+        try:
+            print(f"ckptdeco {version('ckptdeco')}")
+        except PackageNotFoundError:
+            print("ckptdeco (not installed; run from its source)")
         parser.exit()
 
 
