@@ -300,10 +300,6 @@ def policy(
     """
     if unknown:
         _reject_unknown(*next(iter(unknown.items())))
-    if plan is not None and plan is not _UNSET:
-        if callable(plan):
-            raise PolicyError("plan", plan, "a function was decorated with `policy` itself", "write @policy(segment=1)")
-        raise PolicyError("plan", plan, "only None may be given by position", f"say what it is: segment={plan!r}")
     return Policy(
         segment,
         every,
@@ -316,7 +312,7 @@ def policy(
         determinism_check=determinism_check,
         early_stop=early_stop,
         debug=debug,
-        is_off=plan is None,
+        is_off=_is_off(plan),
     )
 
 
@@ -388,6 +384,15 @@ def _check_grouping(self: Policy) -> None:
         raise PolicyError("levels", levels, "must be 1, 2 or 'log'", "levels=2 rebuilds a segment boundary by boundary")
     if every is not None and levels != 1:
         raise PolicyError("levels", levels, "needs segments, but every= has none", "give segment= instead of every=")
+
+
+def _is_off(plan: object) -> bool:
+    """Whether the argument by position is None; anything else that was given is an error."""
+    if plan is not None and plan is not _UNSET:
+        if callable(plan):
+            raise PolicyError("plan", plan, "a function was decorated with `policy` itself", "write @policy(segment=1)")
+        raise PolicyError("plan", plan, "only None may be given by position", f"say what it is: segment={plan!r}")
+    return plan is None
 
 
 def _is_count(value: object, least: int) -> bool:

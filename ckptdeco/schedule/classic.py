@@ -22,8 +22,7 @@ def sqrt_segment(length: int) -> int:
     """Returns Chen's segment length for a chain of `length` layer calls, ⌊√length⌋.
 
     Cost:
-        Of all n it has the least ⌈length/n⌉ + n, boundaries plus layers held at once, and of those that tie the
-        fewest layers.
+        Of all n it has the least ⌈length/n⌉ + n: boundaries plus layers held at once.
 
     Example:
         >>> sqrt_segment(100), sqrt_segment(24)

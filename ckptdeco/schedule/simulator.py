@@ -237,7 +237,7 @@ def best_segment(chain: Sequence[Layer], schedule: Callable[[int], Schedule] = S
 
     Example:
         >>> best_segment([Layer(1.0, 2.0, input_bytes=10, saved_bytes=40)] * 64)
-        4
+        5
     """
     if not chain:
         raise PolicyError("chain", chain, "has no layers", "give at least one Layer")
