@@ -19,8 +19,10 @@ from typing import Any, Final, TypeAlias, TypeVar
 from ckptdeco import context
 from ckptdeco.errors import PolicyError
 from ckptdeco.schedule.actions import Action, Schedule
-from ckptdeco.schedule.classic import Binomial, EveryNth, Segments, StoreAll, StoreLast, TwoLevel, sqrt_segment
-from ckptdeco.schedule.simulator import Layer, best_segment
+from ckptdeco.schedule.chain import Chain, resolve
+from ckptdeco.schedule.classic import Binomial, Segments, StoreAll, StoreLast, TwoLevel
+
+__all__ = ["Chain", "Policy", "Site", "policy"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P", bound="Policy")
@@ -31,26 +33,6 @@ _UNSET: Final[Any] = object()
 _PLANNED = ("budget", "save", "offload", "plan")
 _DETERMINISM_CHECKS = ("default", "values", "none")
 _FLAGS = ("nested", "preserve_rng_state", "early_stop", "debug")
-_LEVELS: dict[Any, Callable[[int], Schedule]] = {1: Segments, 2: TwoLevel, "log": Binomial}
-
-
-class Chain:
-    """What is known of a chain from the last pass through it; make a new one for each pass.
-
-    Args:
-        length: layer calls in it, or None if not known; default the number of `costs`.
-        costs: what each call costs, or None if not measured.
-    """
-
-    __slots__ = ("bound", "costs", "length")
-
-    def __init__(self, length: int | None = None, costs: tuple[Layer, ...] | None = None) -> None:
-        self.length = len(costs) if length is None and costs is not None else length
-        self.costs = costs
-        self.bound: tuple[Policy, Schedule] | None = None  # who asked last, and the answer
-
-    def __repr__(self) -> str:
-        return f"Chain(length={self.length}, costs={'measured' if self.costs else None})"
 
 
 class Site:
@@ -114,7 +96,7 @@ class Policy:
         """Lets a subclass leave out the `chain` of `at_backward`."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("at_backward")
-        if inspect.isfunction(own) and not _takes(own, 4):
+        if inspect.isfunction(own) and len(inspect.signature(own).parameters) < 4:
 
             @functools.wraps(own)
             def at_backward(self: Any, first: int, target: int, chain: Chain | None = None) -> Sequence[Action]:
@@ -140,26 +122,20 @@ class Policy:
 
     def at_forward(self, site: Site) -> Action:
         """What to do with the call at `site`."""
-        bound = site.chain.bound
-        if bound is None or bound[0] is not self:
-            bound = self._bind(site.chain)
-        return bound[1].forward(site.position)
+        return self._bound(site.chain).forward(site.position)
 
     def at_backward(self, first: int, target: int, chain: Chain | None = None) -> Sequence[Action]:
         """How the calls `first` to `target` are run to have the saved tensors of `target` back."""
         if chain is None:
             return (Action.SAVE,) * (target - first + 1)
-        bound = chain.bound
-        if bound is None or bound[0] is not self:
-            bound = self._bind(chain)
-        return bound[1].backward(first, target)
+        return self._bound(chain).backward(first, target)
 
     def schedule_for(self, chain: Chain) -> Schedule:
         """The schedule for a chain; while its length or costs are needed but unknown, each call is a segment (R37)."""
         if self.is_off:
             return StoreAll()
         costs = chain.costs if self.segment == "auto" else None
-        return _resolve(self.segment, self.every, self.levels, self.keep_last, chain.length, costs)
+        return resolve(self.segment, self.every, self.levels, self.keep_last, chain.length, costs)
 
     def segment_limit(self, chain: Chain) -> int | None:
         """The most calls one recompute may run (R24), or None where the rule sets no limit."""
@@ -172,9 +148,12 @@ class Policy:
             return schedule.n
         return 1
 
-    def _bind(self, chain: Chain) -> tuple[Policy, Schedule]:
-        chain.bound = bound = (self, self.schedule_for(chain))
-        return bound
+    def _bound(self, chain: Chain) -> Schedule:
+        """The schedule for a chain, resolved once for a policy and a pass."""
+        bound = chain.bound
+        if bound is None or bound[0] is not self:
+            chain.bound = bound = (self, self.schedule_for(chain))
+        return bound[1]
 
     # ---- context manager and decorator
 
@@ -192,8 +171,7 @@ class Policy:
     def __call__(self, function: F) -> F:
         """Decorates a function, coroutine function, generator function or async generator function."""
         if isinstance(function, type) or not callable(function):
-            fix = "decorate a function or a method, or use `with`"
-            raise PolicyError("function", function, "a policy decorates functions", fix)
+            raise PolicyError("function", function, "a policy decorates functions", "decorate a method, or use `with`")
         return context.decorate(function, self, self._check_matched)
 
     def _check_matched(self, entry: context.Entry) -> None:
@@ -221,7 +199,16 @@ class Policy:
         return self._key() == other._key() if isinstance(other, Policy) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._key())  # asked for at each decorated call
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_hash"
+        }  # it holds in this process only
 
     def __repr__(self) -> str:
         name = "policy" if type(self) is Policy else type(self).__name__
@@ -316,39 +303,6 @@ def policy(
     )
 
 
-# ---- schedules
-
-
-@functools.lru_cache(maxsize=256)
-def _resolve(
-    segment: int | str | None,
-    every: int | None,
-    levels: int | str,
-    keep_last: int,
-    length: int | None,
-    costs: tuple[Layer, ...] | None,
-) -> Schedule:
-    """The schedule of a chain of `length` calls; schedules made for a length are guarded against longer chains."""
-    n_inner = None if length is None else length - keep_last
-    if every is not None:
-        inner: Schedule = EveryNth(every)
-    elif type(segment) is int:
-        inner = _LEVELS[levels](segment)
-    elif n_inner is None or (segment == "auto" and costs is None):
-        return Segments(1)
-    elif n_inner < 1:
-        inner = Segments(1)
-    elif segment is None:
-        inner = Binomial(None, n_inner)
-    elif segment == "sqrt":
-        inner = _LEVELS[levels](sqrt_segment(n_inner))
-    else:
-        assert costs is not None
-        inner = _LEVELS[levels](best_segment(costs[:n_inner], _LEVELS[levels]))
-    needs_length = keep_last > 0 or (type(segment) is not int and every is None)
-    return StoreLast(inner, min(keep_last, length), length) if needs_length and length else inner
-
-
 # ---- checks
 
 
@@ -364,11 +318,9 @@ def _check(self: Policy) -> None:
         if type(getattr(self, name)) is not bool:
             raise PolicyError(name, getattr(self, name), "must be True or False", f"{name}=True")
     if self.determinism_check not in _DETERMINISM_CHECKS:
-        known = ", ".join(map(repr, _DETERMINISM_CHECKS))
-        near = _nearest(self.determinism_check, _DETERMINISM_CHECKS) or "default"
-        raise PolicyError(
-            "determinism_check", self.determinism_check, f"must be one of {known}", f"determinism_check={near!r}"
-        )
+        problem = f"must be one of {', '.join(map(repr, _DETERMINISM_CHECKS))}"
+        fix = f"determinism_check={_nearest(self.determinism_check, _DETERMINISM_CHECKS) or 'default'!r}"
+        raise PolicyError("determinism_check", self.determinism_check, problem, fix)
 
 
 def _check_grouping(self: Policy) -> None:
@@ -406,8 +358,7 @@ def _require_count(name: str, value: object, least: int, fix: str) -> None:
 
 def _reject_unknown(name: str, value: object) -> None:
     if name in _PLANNED:
-        fix = "leave it out; segment= and every= are available"
-        raise PolicyError(name, value, "is not available yet", fix)
+        raise PolicyError(name, value, "is not available yet", "leave it out; segment= and every= are available")
     known = [field.name for field in dataclasses.fields(Policy) if field.name != "is_off"]
     near = _nearest(name, known)
     fix = f"did you mean {near}=?" if near else f"the options are {', '.join(known)}"
@@ -438,16 +389,10 @@ def _selectors(name: str, value: Any) -> tuple[Selector, ...] | None:
 
 
 def _is_selected(selectors: Any, layer: Any, name: str) -> bool:
-    for selector in selectors:
-        if isinstance(selector, str):
-            is_selected = fnmatchcase(name, selector)
-        elif isinstance(selector, type):
-            is_selected = isinstance(layer, selector)
-        else:
-            is_selected = bool(selector(layer))
-        if is_selected:
-            return True
-    return False
+    return any(
+        isinstance(layer, s) if isinstance(s, type) else fnmatchcase(name, s) if isinstance(s, str) else s(layer)
+        for s in selectors
+    )
 
 
 def _unpacked(value: Any) -> Any:
@@ -460,11 +405,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))})"
     return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)
-
-
-def _takes(function: Callable[..., Any], n_positional: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(n_positional))
-    except TypeError:
-        return False
-    return True

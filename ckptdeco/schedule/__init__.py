@@ -7,6 +7,7 @@ peak memory and time.
 """
 
 from ckptdeco.schedule.actions import Action, Dropped, Event, Freed, Kept, Recomputed, Schedule
+from ckptdeco.schedule.chain import Chain, resolve
 from ckptdeco.schedule.classic import (
     Binomial,
     EveryNth,
@@ -21,6 +22,7 @@ from ckptdeco.schedule.simulator import Layer, Simulation, best_segment, simulat
 __all__ = [
     "Action",
     "Binomial",
+    "Chain",
     "Dropped",
     "Event",
     "EveryNth",
@@ -35,6 +37,7 @@ __all__ = [
     "StoreLast",
     "TwoLevel",
     "best_segment",
+    "resolve",
     "simulate",
     "sqrt_segment",
 ]
