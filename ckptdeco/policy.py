@@ -288,19 +288,10 @@ def policy(
     if unknown:
         _reject_unknown(*next(iter(unknown.items())))
     return Policy(
-        segment,
-        every,
-        levels,
-        only=only,
-        skip=skip,
-        keep_last=keep_last,
-        nested=nested,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        early_stop=early_stop,
-        debug=debug,
+        segment, every, levels, only=only, skip=skip, keep_last=keep_last, nested=nested,
+        preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, early_stop=early_stop, debug=debug,
         is_off=_is_off(plan),
-    )
+    )  # fmt: skip
 
 
 # ---- checks
