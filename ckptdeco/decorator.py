@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -25,9 +25,9 @@ from ckptdeco.engine.running import running
 from ckptdeco.engine.torch_private import is_plain_autograd
 from ckptdeco.engine.tree import flatten
 from ckptdeco.errors import PolicyError
-from ckptdeco.policy import Chain as KnownChain
 from ckptdeco.policy import Policy, Site
 from ckptdeco.schedule.actions import Action
+from ckptdeco.schedule.chain import Chain as KnownChain
 from ckptdeco.schedule.simulator import Layer
 
 __all__ = ["checkpointable"]
@@ -155,18 +155,14 @@ class _Body:
 class _ChainState:
     """What one policy decided for one chain of this pass."""
 
-    __slots__ = ("at_backward", "known", "limit", "policy")
+    __slots__ = ("at_backward", "known", "limit", "options", "policy")
 
     def __init__(self, policy: Policy, known: KnownChain) -> None:
         self.policy = policy
+        self.options = Options(policy.preserve_rng_state, policy.determinism_check, policy.early_stop, policy.debug)
         self.known = known
         self.limit = policy.segment_limit(known)
         self.at_backward = partial(policy.at_backward, chain=known)
-
-
-@lru_cache(maxsize=64)
-def _options(policy: Policy) -> Options:
-    return Options(policy.preserve_rng_state, policy.determinism_check, policy.early_stop, policy.debug)
 
 
 def _call(
@@ -204,7 +200,7 @@ def _call(
         _stamp(result, chain, position)
     else:
         result = run(
-            body, inputs, upstream, action, info=info, options=_options(policy), at_backward=state.at_backward,
+            body, inputs, upstream, action, info=info, options=state.options, at_backward=state.at_backward,
             limit=state.limit, chain=chain, position=position, record=record,
         )  # fmt: skip
     _note_cost(chain, position, record)

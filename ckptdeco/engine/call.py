@@ -24,6 +24,7 @@ from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.kept import Kept, keep
 from ckptdeco.engine.layer import LayerInfo, Protection
 from ckptdeco.engine.record import Record
+from ckptdeco.engine.rerun import Waiting, traced
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, is_parameter, unpack
 from ckptdeco.engine.state import Snapshot, buffer_values
@@ -93,7 +94,7 @@ class Call:
         self.sources: list[Kept | Reference] = []
         self.slots: list[weakref.ref[Saved] | None] = []  # per saved tensor; None where it was kept as it is
         self.kept_outputs: dict[int, Kept] = {}
-        self.waiting: dict[int, recompute.Waiting] = {}  # by backward pass (R35)
+        self.waiting: dict[int, Waiting] = {}  # by backward pass (R35)
         self.rebuilt: dict[int, dict[int, Tensor]] = {}  # inputs kept again during backward (levels)
         self.decisions: list[object] = []
         self.rng: rng.RngState | None = None
@@ -164,10 +165,12 @@ def run(
     versions = [t._version if not t.is_inference() else 0 for t in tensors]
     entry_state = rng.capture(devices) if options.preserve_rng_state else None
 
-    probe = _Probe(check)
+    probe = _Probe()
+    pack = probe.pack_checked if check else probe.pack
+    call.is_checked = check
     running.frame = Frame(call.decisions, again=False)
     try:
-        with saved_tensors_hooks(probe.pack, unpack), recompute.traced(call, options.debug):
+        with saved_tensors_hooks(pack, unpack), traced(call, options.debug):
             result = body(*inputs.args, **inputs.kwargs)
     except BaseException:
         probe.keep_all()
@@ -295,18 +298,21 @@ def _learn(
 class _Probe:
     """Holds the saved tensors of a running call until it is known what to do with them."""
 
-    __slots__ = ("check", "saved")
+    __slots__ = ("saved", "values")
 
-    def __init__(self, check: bool) -> None:
+    def __init__(self) -> None:
         self.saved: list[Saved] = []
-        self.check = check
+        self.values: list[int | None] = []  # fingerprints, if the call is checked by value
 
     def pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)
-        if self.check and not is_parameter(tensor):
-            saved.values = fingerprint(tensor)
         self.saved.append(saved)
         return saved
+
+    def pack_checked(self, tensor: Tensor) -> Saved:
+        """As `pack`, and read the values."""
+        self.values.append(None if is_parameter(tensor) else fingerprint(tensor))
+        return self.pack(tensor)
 
     def keep_all(self) -> None:
         """Store everything: as detached aliases, since the tensors themselves would close cycles."""
@@ -326,21 +332,17 @@ class _Probe:
                     saved.value = value.detach()
                 slots.append(None)
                 continue
-            if value._version != saved.version:
-                saved.is_modified = True  # backward must say so, as it would without us (R21)
-            if self.check:
-                now = fingerprint(value)
-                if now != saved.values:  # saved before it was filled: stopping there would give noise (R20)
-                    call.protection.is_stop_safe = False
-                    saved.values = now
-            saved.meta = (value.shape, value.dtype, value.device)
-            saved.call = call
-            saved.index = index
-            saved.value = None
+            saved.drop(call, index, self._values(index, value, call.protection) if self.values else None)
             slots.append(weakref.ref(saved))
             n_dropped += 1
         self.saved = []
         return n_dropped
+
+    def _values(self, index: int, value: Tensor, protection: Protection) -> int | None:
+        now = fingerprint(value)
+        if now != self.values[index]:  # saved before it was filled: stopping there would give noise (R20)
+            protection.is_stop_safe = False
+        return now
 
     def n_bytes(self) -> int:
         """Bytes of the unique storages held, without parameters."""

@@ -31,7 +31,7 @@ def fingerprint(tensor: Tensor) -> int | None:
 
     Cost: one pass over the data; no random numbers are drawn, no graph is built.
     """
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
         return None
     with torch.no_grad(), unseen_by_modes():
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)

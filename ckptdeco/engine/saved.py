@@ -12,7 +12,9 @@ from ckptdeco.errors import ModifiedTensorError
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
 
-__all__ = ["Saved", "is_parameter", "unpack"]
+__all__ = ["Saved", "is_parameter", "modified", "unpack"]
+
+NEVER = -2  # no backward pass has this id
 
 
 class Saved:
@@ -21,16 +23,30 @@ class Saved:
 
     __slots__ = ("__weakref__", "call", "handed", "index", "is_modified", "meta", "task", "value", "values", "version")
 
+    value: Tensor | None
+    call: Call  # this and what follows is set when the tensor is dropped
+    index: int  # among the tensors that the call saved
+    meta: tuple[Any, ...]  # shape, dtype, device
+    is_modified: bool  # changed in place after it was saved, within the call
+    values: int | None  # fingerprint, if this call is checked by value (R12)
+    handed: weakref.ref[Tensor] | None  # what was handed out last (R31),
+    task: int  # and in which backward pass
+
     def __init__(self, value: Tensor) -> None:
-        self.value: Tensor | None = value
+        self.value = value
         self.version = value._version
-        self.is_modified = False
-        self.call: Call | None = None
-        self.index = -1
-        self.meta: tuple[Any, ...] | None = None
-        self.values: int | None = None  # fingerprint (R12)
-        self.handed: weakref.ref[Tensor] | None = None  # what was handed out last, and in which backward (R31)
-        self.task = -2
+
+    def drop(self, call: Call, index: int, values: int | None) -> None:
+        """Let go of the tensor; it can be had back from `call`."""
+        value: Any = self.value
+        self.value = None
+        self.call = call
+        self.index = index
+        self.meta = (value.shape, value.dtype, value.device)
+        self.is_modified = value._version != self.version  # backward must say so, as it would without us (R21)
+        self.values = values
+        self.handed = None
+        self.task = NEVER
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -43,20 +59,20 @@ def is_parameter(tensor: Tensor) -> bool:
 def unpack(saved: Saved) -> Tensor:
     """What autograd asks for in backward (or an inner backward asks for while the call still runs)."""
     value = saved.value
-    if value is not None:
-        if value._version != saved.version:
-            raise _modified(saved)
-        return value
-    if saved.is_modified:
-        raise _modified(saved)
-    assert saved.call is not None
-    return saved.call.serve(saved)
+    if value is None:
+        if saved.is_modified:
+            raise modified(saved)
+        return saved.call.serve(saved)
+    if value._version != saved.version:
+        raise modified(saved)
+    return value
 
 
-def _modified(saved: Saved) -> ModifiedTensorError:
-    label = "a layer" if saved.call is None else saved.call.info.label
+def modified(saved: Saved) -> ModifiedTensorError:
+    """The error for a saved tensor that was changed in place before backward used it."""
+    call = getattr(saved, "call", None)
     return ModifiedTensorError(
-        label,
-        f"saved tensor {saved.index}" if saved.index >= 0 else "a saved tensor",
+        "a layer" if call is None else call.info.label,
+        "a saved tensor" if call is None else f"saved tensor {saved.index}",
         "use the out-of-place operation, or clone the tensor before it is changed.",
     )

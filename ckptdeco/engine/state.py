@@ -8,8 +8,10 @@ entry itself with its version, address and `requires_grad`. Buffers that the lay
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -22,6 +24,9 @@ __all__ = ["BufferKey", "ModuleTree", "Snapshot", "buffer_values"]
 
 BufferKey = tuple[int, str]  # identity of a module's buffer dictionary, name
 _Entry = tuple[dict[str, Any], str, Tensor, int, int, bool]  # owner dict, name, tensor, version, address, requires_grad
+
+# Types of attribute values that lead to no graph: the common ones, so that most layers need no closer look.
+_GRAPHLESS = frozenset({bool, int, float, str, type(None), tuple, dict, OrderedDict, set, torch.dtype, torch.device})
 
 
 class ModuleTree:
@@ -36,27 +41,19 @@ class ModuleTree:
     def _find(self, root: nn.Module) -> list[nn.Module]:
         modules = list(root.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        self._children = [tuple(map(id, module._modules.values())) for module in modules]
+        self._children = _children_of(modules)
         return modules
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         """The root and all modules below it."""
         modules: list[Any] = [module() for module in self._modules]
-        for module, children in zip(modules, self._children, strict=True):
-            if module is None or tuple(map(id, module._modules.values())) != children:
-                return self._find(root)
+        if None in modules or _children_of(modules) != self._children:
+            return self._find(root)
         return modules
 
 
-def entries_of(modules: list[nn.Module]) -> list[_Entry]:
-    """Every parameter and buffer with what tells whether it was changed."""
-    return [
-        (owner, name, tensor, tensor._version, _address(tensor), tensor.requires_grad)
-        for module in modules
-        for owner in (module._parameters, module._buffers)
-        for name, tensor in owner.items()
-        if tensor is not None
-    ]
+def _children_of(modules: list[nn.Module]) -> list[int]:
+    return [*map(id, chain.from_iterable([module._modules.values() for module in modules]))]
 
 
 def buffer_values(modules: list[nn.Module]) -> dict[BufferKey, int | None]:
@@ -69,10 +66,21 @@ def buffer_values(modules: list[nn.Module]) -> dict[BufferKey, int | None]:
     }
 
 
+def _entries_of(modules: list[nn.Module]) -> list[_Entry]:
+    """Every parameter and buffer with what tells whether it was changed."""
+    entries: list[_Entry] = []
+    for module in modules:
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None:
+                    entries.append((owner, name, tensor, tensor._version, _address(tensor), tensor.requires_grad))
+    return entries
+
+
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:
+    except RuntimeError:  # tensors without storage of their own
         return 0
 
 
@@ -83,8 +91,10 @@ class Snapshot:
 
     def __init__(self, modules: list[nn.Module], written: frozenset[BufferKey]) -> None:
         self.modules = modules
-        self.attributes = [_without_graphs(module.__dict__) for module in modules]
-        self.entries = entries_of(modules)
+        self.attributes = [module.__dict__.copy() for module in modules]
+        if not _GRAPHLESS.issuperset(map(type, chain.from_iterable([a.values() for a in self.attributes]))):
+            self.attributes = [_without_graphs(attributes) for attributes in self.attributes]
+        self.entries = _entries_of(modules)
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []
         if written:
             with torch.no_grad():
@@ -97,22 +107,20 @@ class Snapshot:
     def written_buffers(self) -> set[BufferKey]:
         """The buffers that were replaced or written since entry, as far as their versions tell, and their siblings:
         a kernel that writes several may count a version for one only (batch_norm)."""
-        owners = {
-            id(owner)
-            for owner, name, tensor, version, _, _ in self.entries
-            if not isinstance(tensor, nn.Parameter) and (owner.get(name) is not tensor or tensor._version != version)
-        }
+        owners = set()
+        for owner, name, tensor, version, _, _ in self.entries:
+            if (tensor._version != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
+                owners.add(id(owner))
         if not owners:
-            return set()
-        return {(id(owner), name) for owner, name, tensor, *_ in self.entries if id(owner) in owners}
+            return owners
+        return {(id(owner), name) for owner, name, *_ in self.entries if id(owner) in owners}
 
     def changed_parameter(self) -> str | None:
         """Name of a parameter or buffer that no longer holds the values forward read, or None."""
-        cloned = {(id(owner), name) for owner, name, _ in self.clones}
         for owner, name, tensor, version, address, _ in self.entries:
-            if (id(owner), name) in cloned:
-                continue
             if tensor._version != version or _address(tensor) != address:
+                if any(owner is cloned and name == other for cloned, other, _ in self.clones):
+                    continue
                 return self._qualified(owner, name)
         return None
 
@@ -122,41 +130,44 @@ class Snapshot:
                 return f"{prefix}.{name}" if prefix else name
         return name
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Put the state of entry back while a recompute runs, and the present state afterwards.
+    def put_back(self) -> Callable[[], None]:
+        """Put the state of entry back for a recompute; returns what sets the present state again afterwards.
 
         The recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
         present = [module.__dict__ for module in self.modules]
-        before = [attributes.copy() for attributes in present]
-        flags: list[tuple[Tensor, bool]] = []
-        replaced: list[tuple[dict[str, Any], str, Any]] = []
-        try:
+        before = self.attributes
+        if not _are_same(present, before):
+            before = [attributes.copy() for attributes in present]
             for now, entry in zip(present, self.attributes, strict=True):
                 _replace(now, entry)
-            for owner, name, tensor, _, _, requires_grad in self.entries:
-                if owner.get(name) is not tensor:
-                    replaced.append((owner, name, owner.get(name)))
-                    owner[name] = tensor
-                if tensor.requires_grad != requires_grad and tensor.is_leaf:
-                    flags.append((tensor, tensor.requires_grad))
-                    tensor.requires_grad_(requires_grad)
-            for owner, name, value in self.clones:
-                replaced.append((owner, name, owner.get(name)))
-                owner[name] = value.clone()
-            yield
-        finally:
-            for owner, name, value in reversed(replaced):
-                owner[name] = value
-            for tensor, requires_grad in flags:
+        undo: list[Callable[[], Any]] = []
+        for owner, name, tensor, _, _, requires_grad in self.entries:
+            if owner.get(name) is not tensor:
+                undo.append(partial(owner.__setitem__, name, owner.get(name)))
+                owner[name] = tensor
+            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+                undo.append(partial(tensor.requires_grad_, tensor.requires_grad))
                 tensor.requires_grad_(requires_grad)
-            for now, attributes in zip(present, before, strict=True):
-                _replace(now, attributes)
+        for owner, name, value in self.clones:
+            undo.append(partial(owner.__setitem__, name, owner.get(name)))
+            owner[name] = value.clone()
+        return partial(_leave, present, before, undo)
 
 
-def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a.values(), b.values()))
+def _leave(present: list[dict[str, Any]], before: list[dict[str, Any]], undo: list[Callable[[], Any]]) -> None:
+    for action in reversed(undo):
+        action()
+    if not _are_same(present, before):
+        for now, attributes in zip(present, before, strict=True):
+            _replace(now, attributes)
+
+
+def _are_same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    """Whether two lists of attribute dictionaries hold the very same values."""
+    return [*map(len, a)] == [*map(len, b)] and all(
+        map(is_, chain.from_iterable([x.values() for x in a]), chain.from_iterable([x.values() for x in b]))
+    )
 
 
 def _without_graphs(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +180,6 @@ def _without_graphs(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _replace(target: dict[str, Any], values: dict[str, Any]) -> None:
     """Make `target` hold exactly `values`, touching it only where it differs."""
-    if not _is_same(target, values):
+    if not _are_same([target], [values]):
         target.clear()
         target.update(values)

@@ -1,0 +1,235 @@
+"""Running one layer call again, in backward (R12, R18, R20, R22, R23, R30).
+
+The run sees what forward saw: arguments with the recorded `requires_grad`, random numbers, autocast, module state. It
+always builds a graph, since kernels and user code may behave otherwise without (R18); its hooks decide whether the
+saved tensors are collected or let go at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ckptdeco.engine import ambient, rng
+from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.running import Frame, running
+from ckptdeco.engine.trace import Trace, first_difference
+from ckptdeco.engine.tree import flatten, rebuild
+from ckptdeco.errors import ParameterModifiedError, SavedTensorMismatch, StaleGraphError, TensorMeta, ValueMismatch
+
+if TYPE_CHECKING:
+    from ckptdeco.engine.call import Call
+    from ckptdeco.engine.saved import Saved
+
+__all__ = ["Waiting", "run_again", "tensor_mismatch", "traced"]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Waiting(dict[int, tuple[Tensor, int]]):
+    """Recomputed saved tensors of one call that wait to be unpacked, by slot, with the version they had when saved."""
+
+    __slots__ = ("is_read_again",)
+
+    def __init__(self) -> None:
+        self.is_read_again = False  # a custom Function reads its saved tensors twice: keep them (R31)
+
+
+class _Stop(BaseException):
+    """Ends a recompute whose last needed tensor exists (R10). Not an `Exception`: user code shall not catch it."""
+
+
+class _Cell:
+    """What a recompute's own graph holds in place of a saved tensor, until the run ends (R23)."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor | None) -> None:
+        self.value = value
+
+
+class _Own(torch.autograd.Function):
+    """Hands an input over as a non-leaf that shares storage, so that the layer may change it in place (R30)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: D102
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: D102
+        return grad
+
+
+def traced(call: Call, debug: bool) -> AbstractContextManager[object]:
+    """Record the operators of a forward when `debug` asks for it."""
+    if not debug:
+        return _NOTHING
+    trace = Trace()
+    call.trace = trace.operators
+    return trace
+
+
+def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_target: bool) -> list[Tensor]:
+    """Run one layer call again and return its output tensors (none if it was stopped early).
+
+    Args:
+        call: the layer call.
+        inputs: the values of its inputs.
+        waiting: collects its saved tensors; None if they are let go.
+        is_target: whether its outputs are not needed, so that it may stop early.
+
+    Raises:
+        CheckpointError: the run does not match forward.
+    """
+    call.record.n_recomputed += 1
+    run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
+    snapshot = call.snapshot
+    if snapshot is not None:
+        name = snapshot.changed_parameter()
+        if name is not None:
+            raise ParameterModifiedError(
+                call.info.label,
+                f"parameter or buffer {name}",
+                "call backward before optimizer.step(), or before anything else that writes to the weights.",
+            )
+    surroundings = ambient.entered(call.ambient, call.devices)
+    leave_state = None if snapshot is None else snapshot.put_back()
+    outer = running.frame, running.recomputing
+    try:
+        if call.rng is not None:
+            rng.restore(call.devices, call.rng)
+        running.frame, running.recomputing = Frame(call.decisions, again=True), True
+        tracing = _NOTHING if call.trace is None else run.tracing()
+        with torch.enable_grad(), surroundings, saved_tensors_hooks(run.pack, run.unpack), tracing:
+            args, kwargs = rebuild(call.template, _prepare(call, inputs))
+            result = call.body(*args, **kwargs)
+    except _Stop:
+        result = None
+    finally:
+        running.frame, running.recomputing = outer
+        run.end()
+        if leave_state is not None:
+            leave_state()
+    run.verify()
+    outputs: list[Tensor] = []
+    if not run.stopped:
+        flatten(result, outputs)
+    return outputs
+
+
+def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
+    """Inputs with the `requires_grad` that this call saw (R22)."""
+    prepared: list[Tensor] = []
+    for value, (requires_grad, is_leaf) in zip(inputs, call.flags, strict=True):
+        if not (is_leaf and value.requires_grad == requires_grad and value.grad_fn is None):
+            value = value.detach()
+            if requires_grad:
+                value.requires_grad_()
+        prepared.append(value)
+    for i in call.mutated:
+        requires_grad = call.flags[i][0]
+        value = inputs[i].detach().clone().requires_grad_(requires_grad)
+        prepared[i] = _Own.apply(value) if requires_grad else value
+    return prepared
+
+
+class _Rerun:
+    """The saved-tensor hooks of one run of a call in backward."""
+
+    __slots__ = ("call", "cells", "error", "last", "n", "slots", "stopped", "trace", "waiting")
+
+    def __init__(self, call: Call, waiting: Waiting | None, may_stop: bool) -> None:
+        self.call = call
+        self.slots = call.slots
+        self.waiting = waiting
+        self.n = 0
+        self.cells: list[_Cell] = []
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.trace: Trace | None = None
+        self.last = -1  # slot at which to stop
+        if may_stop:
+            for index in range(len(self.slots) - 1, -1, -1):
+                slot = self.slots[index]
+                if slot is not None and slot() is not None:
+                    self.last = index
+                    break
+
+    def tracing(self) -> Trace:
+        """Record the operators of this run."""
+        self.trace = Trace()
+        return self.trace
+
+    def pack(self, tensor: Tensor) -> _Cell:
+        index = self.n
+        if self.stopped:  # user code swallowed the stop (R20)
+            raise _Stop
+        self.n = index + 1
+        slots = self.slots
+        slot = slots[index] if index < len(slots) else None
+        saved = None if slot is None else slot()
+        value = tensor if tensor.grad_fn is None else tensor.detach()
+        if saved is not None:
+            if saved.meta != (tensor.shape, tensor.dtype, tensor.device):
+                self.error = tensor_mismatch(self.call, saved, tensor, self.trace)
+                raise self.error
+            if self.waiting is not None:
+                self.waiting[index] = value, value._version
+        if index == self.last:
+            self.stopped = True
+            raise _Stop
+        cell = _Cell(value)
+        self.cells.append(cell)
+        return cell
+
+    def unpack(self, cell: _Cell) -> Tensor:
+        if cell.value is None:
+            raise StaleGraphError(self.call.info.label)
+        return cell.value
+
+    def end(self) -> None:
+        """Let go of what the run's own graph held."""
+        for cell in self.cells:
+            cell.value = None
+        self.cells = []
+
+    def verify(self) -> None:
+        """Compare the run with forward (R12, R22); raises."""
+        if self.error is not None:  # raised before, but user code swallowed it
+            raise self.error
+        call = self.call
+        n_forward = len(self.slots)
+        if not self.stopped and self.n != n_forward and not (self.n > n_forward and call.options.early_stop):
+            raise SavedTensorMismatch(call.info.label, None, n_forward, self.n, trace=_trace(call, self.trace))
+        if call.is_checked and self.waiting is not None:
+            self._verify_values(self.waiting)
+
+    def _verify_values(self, waiting: Waiting) -> None:
+        call = self.call
+        for index, (value, _) in waiting.items():
+            slot = self.slots[index]
+            saved = None if slot is None else slot()
+            if saved is not None and saved.values is not None and fingerprint(value) != saved.values:
+                raise ValueMismatch(call.info.label, f"saved tensor {index} ({TensorMeta.of(value)})")
+        if call.options.determinism_check != "values":
+            call.is_checked = False  # verified once (R12)
+
+
+def tensor_mismatch(call: Call, saved: Saved, tensor: Tensor | None, trace: Trace | None = None) -> SavedTensorMismatch:
+    """The error for a slot that got another tensor than in forward, or none."""
+    shape, dtype, device = saved.meta
+    return SavedTensorMismatch(
+        call.info.label,
+        saved.index,
+        TensorMeta(tuple(shape), dtype, device),
+        None if tensor is None else TensorMeta.of(tensor),
+        trace=_trace(call, trace),
+    )
+
+
+def _trace(call: Call, trace: Trace | None) -> str:
+    return first_difference(call.trace, None if trace is None else trace.operators)
