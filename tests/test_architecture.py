@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # part of the package -> the parts that it may import, besides itself and errors
 _BELOW_DECORATOR = {"policy", "context", "schedule", "engine"}
-_BELOW_TOP = _BELOW_DECORATOR | {"decorator", "__init__"}
+_BELOW_TOP = _BELOW_DECORATOR | {"decorator", "dropin", "__init__"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "schedule": set(),
@@ -25,12 +25,13 @@ LAYERS: dict[str, set[str]] = {
     "context": {"schedule"},
     "policy": {"context", "schedule"},
     "decorator": _BELOW_DECORATOR,
+    "dropin": {"engine", "schedule"},
     "planning": _BELOW_TOP,
     "integrations": _BELOW_TOP,
     "demo": _BELOW_TOP | {"planning"},
     "cli": _BELOW_TOP | {"planning", "integrations", "demo"},
     "__main__": {"cli"},
-    "__init__": _BELOW_DECORATOR | {"decorator", "planning", "integrations"},
+    "__init__": _BELOW_DECORATOR | {"decorator", "dropin", "planning", "integrations"},
 }
 REQUIRED = {"torch", "wrapt"}  # what an install without extras has
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "core", "manager", "misc"}
