@@ -166,6 +166,35 @@ def test_generator_given_as_an_argument(under: Any) -> None:
     assert_same(lambda: Loop([OwnGenerator() for _ in range(5)], loop), program, lambda: (batch(),), under)
 
 
+class GeneratorOnModule(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.seed = 5
+        self.generator: torch.Generator | None = None
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.generator is not None
+        return torch.tanh(self.linear(x)) * torch.rand(x.shape, generator=self.generator)
+
+
+def test_generator_on_the_module(under: Any) -> None:
+    def loop(m: Loop, x: torch.Tensor) -> Any:
+        for layer in m.layers:
+            layer.generator = layer.generator or torch.Generator().manual_seed(3)
+            x = layer(x)
+        return x
+
+    def program(model: nn.Module, inputs: Any, context: Any) -> Any:
+        with context():
+            out = model(*inputs)
+        out.sum().backward()
+        return out, [layer.generator.get_state() for layer in model.layers]
+
+    assert_same(lambda: Loop([GeneratorOnModule() for _ in range(5)], loop), program, lambda: (batch(),), under, steps=4)
+
+
 class SpectralLayer(Layer):
     def __init__(self) -> None:
         super().__init__()

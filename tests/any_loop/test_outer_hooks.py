@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from tests.support.layers import DIM, Layer, Stack, batch, stack
 from tests.support.oracle import assert_same, total
 from tests.support.subject import checkpointable
@@ -37,11 +38,13 @@ def test_hooks_that_change_the_representation(under: Any) -> None:
     """Lossless compression: what is packed is no tensor at all."""
 
     def program(model: nn.Module, inputs: Any, context: Any) -> Any:
-        def pack(t: torch.Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
-            return t.detach().contiguous().numpy().tobytes(), t.dtype, t.shape
+        def pack(t: torch.Tensor) -> tuple[Any, ...]:
+            return t.detach().contiguous().numpy().tobytes(), t.dtype, t.shape, t.stride()
 
-        def unpack(packed: tuple[bytes, torch.dtype, torch.Size]) -> torch.Tensor:
-            return torch.frombuffer(bytearray(packed[0]), dtype=packed[1]).view(packed[2])
+        def unpack(packed: tuple[Any, ...]) -> torch.Tensor:
+            raw, dtype, shape, stride = packed
+            values = torch.frombuffer(bytearray(raw), dtype=dtype).view(shape)
+            return torch.empty_strided(shape, stride, dtype=dtype).copy_(values)
 
         with saved_tensors_hooks(pack, unpack), context():
             out = model(*inputs)
@@ -73,14 +76,29 @@ def test_hooks_inside_a_layer(under: Any) -> None:
     assert_same(lambda: Stack([HooksInside() for _ in range(5)]), program, lambda: (batch(),), under)
 
 
-def test_torch_checkpoint_inside_a_layer_and_around_the_model(under: Any) -> None:
+def test_torch_checkpoint_around_the_model(under: Any) -> None:
+    def program(model: nn.Module, inputs: Any, context: Any) -> Any:
+        with context():
+            out = torch.utils.checkpoint.checkpoint(model, *inputs, use_reentrant=False)
+            total(out).backward()
+        return out
+
+    assert_same(lambda: stack(5), program, lambda: (batch(),), under)
+
+
+def test_torch_checkpoint_around_the_model_with_its_recompute_outside_the_policy(under: Any) -> None:
+    """torch runs the model again in backward, where no policy is active: exact, or an error that names no wrong cause."""
+
     def program(model: nn.Module, inputs: Any, context: Any) -> Any:
         with context():
             out = torch.utils.checkpoint.checkpoint(model, *inputs, use_reentrant=False)
         total(out).backward()
         return out
 
-    assert_same(lambda: stack(5), program, lambda: (batch(),), under)
+    try:
+        assert_same(lambda: stack(5), program, lambda: (batch(),), under)
+    except torch.utils.checkpoint.CheckpointError as error:
+        assert "inplace" not in str(error), str(error)  # noqa: PT017
 
 
 class TorchCheckpointInside(Layer):
