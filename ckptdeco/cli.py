@@ -44,7 +44,7 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where to write the picture (default: %(default)s)",
     )
-    demo.add_argument("--steps", type=_positive, metavar="N", help="training steps per policy (default: 8)")
+    demo.add_argument("--steps", type=_positive, metavar="N", help="training steps per policy (default: 6)")
     demo.add_argument("--quick", action="store_true", help="a tiny model: seconds, but figures that say little")
     return parser
 

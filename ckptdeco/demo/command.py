@@ -50,7 +50,7 @@ def demo(png: Path, *, n_steps: int | None = None, is_quick: bool = False) -> in
 
     from ckptdeco.demo.picture import draw
     from ckptdeco.demo.run import Settings, n_steps_in_all, run
-    from ckptdeco.demo.table import for_whom, how_to_read, make_table, remarks
+    from ckptdeco.demo.table import for_whom, how_to_read, make_list, make_table, remarks
 
     settings = Settings.quick() if is_quick else Settings()
     if n_steps is not None:
@@ -66,7 +66,7 @@ def demo(png: Path, *, n_steps: int | None = None, is_quick: bool = False) -> in
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=n_steps_in_all(settings))
-        rows, _ = run(
+        rows = run(
             settings,
             on_start=lambda what: progress.update(task, description=what),
             on_step=lambda: progress.advance(task),
@@ -74,11 +74,9 @@ def demo(png: Path, *, n_steps: int | None = None, is_quick: bool = False) -> in
     console.print(make_table(rows))
     console.print(how_to_read(), end="\n\n")
     console.print("Take")
-    for line in for_whom(rows):
-        console.print(f"  {line}")
-    console.print("\nRemarks")
-    for remark in remarks(rows, size):
-        console.print(f"- {remark}", markup=False)
+    console.print(make_list(for_whom(rows)), end="\n\n")
+    console.print("Remarks")
+    console.print(make_list([("-", remark) for remark in remarks(rows, size)]))
     draw(rows, png)
     console.print(f"\nMemory over one step, as a picture: {png}", markup=False)
     return 0 if all(row.is_equal for row in rows.values()) else 1

@@ -51,7 +51,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
+        x = x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
+        return x
 
 
 class TorchCheckpointedBlock(Block):
@@ -80,4 +81,5 @@ class CharacterTransformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss

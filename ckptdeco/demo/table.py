@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptdeco.demo.model import Size
@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIB = 2**20
+# Who should take which row; the figures are added from the run.
 FOR_WHOM = {
     PLAIN: "the step fits into memory as it is",
-    "every=2": "only a little is missing: half of the layers stay stored, half of the extra time is saved",
+    "every=2": "only a little memory is missing",
     "segment=1": "much is missing; the usual first choice",
-    "segment=4, levels=2": "the last bit counts, and another forward is affordable",
-    'segment="auto"': "nobody wants to work it out: takes the segment length with the lowest predicted peak",
+    "segment=4, levels=2": "the last bit of memory counts more than time",
+    'segment="auto"': "you would rather not work out the segment length, or the chain is long",
 }
 
 
@@ -44,6 +45,19 @@ def make_table(rows: Mapping[str, Row]) -> Table:
     return table
 
 
+def make_list(lines: Sequence[tuple[str, str]]) -> Table:
+    """Two columns without lines, so that a long second one is wrapped below itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for left, right in lines:
+        table.add_row(Text(left), Text(right))
+    return table
+
+
 def how_to_read() -> str:
     """What the columns mean."""
     return (
@@ -54,9 +68,14 @@ def how_to_read() -> str:
     )
 
 
-def for_whom(rows: Mapping[str, Row]) -> list[str]:
-    """One line for each policy somebody should pick."""
-    return [f"{name}: {why}." for name, why in FOR_WHOM.items() if name in rows]
+def for_whom(rows: Mapping[str, Row]) -> list[tuple[str, str]]:
+    """The policies somebody should pick: name, and when, with what it gives and costs here."""
+    lines = []
+    for name, when in FOR_WHOM.items():
+        row = rows[name]
+        cost = f" ({row.peak_bytes / rows[PLAIN].peak_bytes:.0%} of the memory, {row.time_ratio:.2f}x the time)"
+        lines.append((name, f"if {when}{'' if name == PLAIN else cost}"))
+    return lines
 
 
 def saved_to_input_ratio(rows: Mapping[str, Row], size: Size) -> float:
@@ -89,12 +108,13 @@ def _on_segments(rows: Mapping[str, Row], size: Size) -> list[str]:
     ]
     found = []
     if higher:
-        names = " and ".join(f"{row.name} ({row.peak_bytes / MIB:.1f} MiB)" for row in higher)
+        kept = " and ".join(f"{row.name} ({row.forward_bytes / MIB:.1f} MiB)" for row in higher)
+        peaks = " and ".join(f"{row.peak_bytes / MIB:.1f}" for row in higher)
         found.append(
-            f"{names} keeps less after forward than segment=1 but peaks higher than its {single.peak_bytes / MIB:.1f} "
-            f"MiB: here a layer saves {ratio:.0f} times the size of its input, and backward holds a whole recomputed "
-            f"segment. With such layers, longer segments pay from about {2 * ratio:.0f} layers on; this model has "
-            f"{size.n_layers}."
+            f"Less kept, higher peak: {kept} against segment=1 ({single.forward_bytes / MIB:.1f} MiB) after forward, "
+            f"but a peak of {peaks} against {single.peak_bytes / MIB:.1f} MiB. A layer here saves {ratio:.0f} times "
+            "the size of its input, and backward holds a whole recomputed segment at once. With such layers, longer "
+            f"segments pay from about {2 * ratio:.0f} layers on; this model has {size.n_layers}."
         )
     two_levels = rows["segment=4, levels=2"]
     if two_levels.peak_bytes < single.peak_bytes:
@@ -122,6 +142,6 @@ def _on_time(rows: Mapping[str, Row]) -> list[str]:
     ours, torchs = rows["segment=1"], rows[TORCH]
     return [
         f"segment=1 and torch's checkpoint recompute the same: {ours.time_ratio:.2f}x and {torchs.time_ratio:.2f}x of "
-        f"the plain time (a step took {rows[PLAIN].step_s * 1000:.0f} ms). On a busy machine times move by some per "
-        "cent from run to run; memory and results do not."
+        f"the plain time (a step took {rows[PLAIN].step_s * 1000:.0f} ms on one core). On a busy machine times move by "
+        "some per cent from run to run; memory and results do not."
     ]

@@ -79,8 +79,8 @@ class Call:
     """What is needed to run a layer call again. Frozen at forward; backward reads nothing else (R7)."""
 
     __slots__ = (
-        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "info", "is_checked",
-        "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "rng", "size", "slots",
+        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "draws", "flags", "info", "is_checked",
+        "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "size", "slots",
         "snapshot", "sources", "template", "trace", "unpacked", "waiting",
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ class Call:
         self.waiting: dict[int, Waiting] = {}  # by backward pass (R35)
         self.rebuilt: dict[int, dict[int, Tensor]] = {}  # inputs kept again during backward (levels)
         self.decisions: list[object] = []
-        self.rng: rng.RngState | None = None
+        self.draws: rng.Draws = ()  # the random number streams it drew from, as they were at entry
         self.snapshot: Snapshot | None = None
         self.trace: list[str] | None = None
         self.unpacked = False  # a backward went through: no later call may refer to this one (R15)
@@ -163,7 +163,9 @@ def run(
         call.snapshot = Snapshot(modules, protection.written_buffers)
     before = buffer_values(modules) if check and modules is not None else None
     versions = [t._version if not t.is_inference() else 0 for t in tensors]
-    entry_state = rng.capture(devices) if options.preserve_rng_state else None
+    watches_host = check or protection.draws_on_host
+    streams = rng.streams_of(devices, _generators(inputs, call.snapshot), watches_host)
+    entry_states = rng.capture(streams) if options.preserve_rng_state else None
 
     probe = _Probe()
     pack = probe.pack_checked if check else probe.pack
@@ -178,8 +180,10 @@ def run(
     finally:
         running.frame = frame
 
-    if entry_state is not None and not rng.is_same(entry_state, rng.capture(devices)):
-        call.rng = entry_state
+    if entry_states is not None:
+        call.draws = rng.moved(streams, entry_states)
+        if watches_host and any([rng.is_host(stream) for stream, _ in call.draws]):
+            protection.draws_on_host = True
     surprise = _learn(call, protection, tensors, versions, modules, before)
     outputs: list[Tensor] = []
     flatten(result, outputs)
@@ -203,6 +207,15 @@ def run(
     return result
 
 
+def _generators(inputs: Inputs, snapshot: Snapshot | None) -> list[torch.Generator]:
+    """Generators that the layer is given or holds."""
+    found = [value for value in (*inputs.args, *inputs.kwargs.values()) if isinstance(value, torch.Generator)]
+    if snapshot is not None and snapshot.has_unusual_attributes:
+        for attributes in snapshot.attributes:
+            found += [value for value in attributes.values() if isinstance(value, torch.Generator)]
+    return found
+
+
 def _find_sources(
     call: Call,
     tensors: list[Tensor],
@@ -217,8 +230,7 @@ def _find_sources(
     candidates = _references(call, tensors, upstream, action, limit, check)
     for i, tensor in enumerate(tensors):
         if i in call.mutated:
-            with torch.no_grad():
-                call.sources.append(Kept(tensor.clone()))
+            call.sources.append(Kept(tensor.detach().clone()))
             continue
         stamp = upstream.stamps[i]
         if i in candidates:

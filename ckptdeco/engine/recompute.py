@@ -71,8 +71,9 @@ def _recompute(target: Call, task: int) -> Waiting:
     target.record.log.is_over = True
     values: _Values = {}
     order = _walk(target, task, values)
-    devices = target.devices
-    before = rng.capture(devices) if target.options.preserve_rng_state else None
+    drawn = {id(stream): stream for call in order for stream, _ in call.draws}
+    streams = tuple(drawn.values()) or rng.torch_streams(target.devices)
+    before = rng.capture(streams) if target.options.preserve_rng_state else None
     try:
         result = _run_walk(target, task, order, values)
     except BaseException:
@@ -82,7 +83,7 @@ def _recompute(target: Call, task: int) -> Waiting:
         raise
     finally:
         if before is not None:
-            _settle_rng(before, devices, order)
+            _settle_rng(streams, before, order, is_drawing=bool(drawn))
     target.rebuilt.pop(task, None)  # calls are needed from the last to the first: nobody starts here again
     if task != -1:
         target.waiting[task] = result
@@ -124,12 +125,11 @@ def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Wa
     return result
 
 
-def _settle_rng(before: rng.RngState, devices: rng.Devices, order: list[Call]) -> None:
+def _settle_rng(streams: tuple[rng.Stream, ...], before: list[Any], order: list[Call], is_drawing: bool) -> None:
     """Leave the streams as they were; they must not have moved unless a call drew in forward, too (R19)."""
-    if any([call.rng is not None for call in order]):
-        rng.restore(devices, before)
-    elif not rng.is_same(before, rng.capture(devices)):
-        rng.restore(devices, before)
+    draws = tuple(zip(streams, before, strict=True)) if is_drawing else rng.moved(streams, before)
+    rng.restore(draws)
+    if draws and not is_drawing:
         raise RandomnessError(" … ".join(dict.fromkeys((order[0].info.label, order[-1].info.label))))
 
 
@@ -199,7 +199,7 @@ def _inputs(call: Call, task: int, values: _Values, uses: dict[tuple[int, int], 
                 raise InputModifiedError(
                     call.info.label,
                     f"input {i}",
-                    "do not change a layer's input in place after the call; write x = x + y instead of x += y.",
+                    "do not change a layer's input in place after the call; write x = x + layer(x) instead of x += layer(x).",
                 ) from error
         elif rebuilt is not None:
             inputs.append(rebuilt[i])

@@ -100,8 +100,8 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     leave_state = None if snapshot is None else snapshot.put_back()
     outer = running.frame, running.recomputing
     try:
-        if call.rng is not None:
-            rng.restore(call.devices, call.rng)
+        if call.draws:
+            rng.restore(call.draws)
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
         tracing = _NOTHING if call.trace is None else run.tracing()
         with torch.enable_grad(), surroundings, saved_tensors_hooks(run.pack, run.unpack), tracing:

@@ -87,12 +87,14 @@ def _address(tensor: Tensor) -> int:
 class Snapshot:
     """State of a module tree at entry of one layer call."""
 
-    __slots__ = ("attributes", "clones", "entries", "modules")
+    __slots__ = ("attributes", "clones", "entries", "has_unusual_attributes", "modules")
 
     def __init__(self, modules: list[nn.Module], written: frozenset[BufferKey]) -> None:
         self.modules = modules
         self.attributes = [module.__dict__.copy() for module in modules]
-        if not _GRAPHLESS.issuperset(map(type, chain.from_iterable([a.values() for a in self.attributes]))):
+        values = chain.from_iterable([attributes.values() for attributes in self.attributes])
+        self.has_unusual_attributes = not _GRAPHLESS.issuperset(map(type, values))
+        if self.has_unusual_attributes:
             self.attributes = [_without_graphs(attributes) for attributes in self.attributes]
         self.entries = _entries_of(modules)
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []

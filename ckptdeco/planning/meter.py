@@ -64,7 +64,7 @@ class _Event:
     delta_bytes: int
 
 
-class ActivationMeter(TorchDispatchMode):
+class ActivationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every storage that operators allocate while it is entered, in forward, backward and recompute alike.
 
     A storage is counted from when it first leaves an operator until it is freed. Kept out: storages an operator was
@@ -92,7 +92,7 @@ class ActivationMeter(TorchDispatchMode):
     trace: ActivationTrace
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = list(parameters)
         self._events: list[_Event] = []
         self._marks: dict[str, int] = {}
@@ -111,13 +111,13 @@ class ActivationMeter(TorchDispatchMode):
     def __enter__(self) -> ActivationMeter:
         self._start_s = time.perf_counter()
         self._record(-1, 0)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self.trace = self._build_trace()
         self._known.clear()  # a dead weakref calls nobody: what is freed from now on is not of this step
         self._events.clear()
