@@ -51,8 +51,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width)))
-        x = x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
-        return x
+        result: torch.Tensor = x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
+        return result
 
 
 class TorchCheckpointedBlock(Block):

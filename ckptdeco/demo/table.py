@@ -109,7 +109,7 @@ def _on_segments(rows: Mapping[str, Row], size: Size) -> list[str]:
     found = []
     if higher:
         kept = " and ".join(f"{row.name} ({row.forward_bytes / MIB:.1f} MiB)" for row in higher)
-        peaks = " and ".join(f"{row.peak_bytes / MIB:.1f}" for row in higher)
+        peaks = " and ".join(dict.fromkeys(f"{row.peak_bytes / MIB:.1f}" for row in higher))
         found.append(
             f"Less kept, higher peak: {kept} against segment=1 ({single.forward_bytes / MIB:.1f} MiB) after forward, "
             f"but a peak of {peaks} against {single.peak_bytes / MIB:.1f} MiB. A layer here saves {ratio:.0f} times "
