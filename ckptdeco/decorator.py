@@ -20,9 +20,9 @@ from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_input
 from ckptdeco.engine.layer import LayerInfo, layer_info
 from ckptdeco.engine.passes import current_log
 from ckptdeco.engine.pending import forget
-from ckptdeco.engine.record import Record
+from ckptdeco.engine.record import PassLog, Record
 from ckptdeco.engine.running import running
-from ckptdeco.engine.torch_private import is_plain_autograd
+from ckptdeco.engine.torch_private import is_inside_torch_checkpoint, is_plain_autograd
 from ckptdeco.engine.tree import flatten
 from ckptdeco.errors import PolicyError
 from ckptdeco.policy import Policy, Site
@@ -101,12 +101,13 @@ def _decorate(function: Any, name: str | None) -> Any:
 class Checkpointable(wrapt.FunctionWrapper):  # type: ignore[misc]
     """A decorated function; copies and pickles as the function itself would."""
 
-    def __copy__(self) -> Checkpointable:
-        return Checkpointable(self.__wrapped__, self._self_wrapper)
+    def __copy__(self) -> Any:
+        return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointable:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Functions are copied as themselves; a bound method is bound to the copy of its object.
-        return Checkpointable(copy.deepcopy(self.__wrapped__, memo), self._self_wrapper)
+        wrapped = copy.deepcopy(self.__wrapped__, memo)
+        return self if wrapped is self.__wrapped__ else Checkpointable(wrapped, self._self_wrapper)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrapped = self.__wrapped__
@@ -116,6 +117,22 @@ class Checkpointable(wrapt.FunctionWrapper):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)
+
+
+class _BoundCheckpointable(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+    """What `layer.forward` is; copies and pickles as a bound method would."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(copy.deepcopy(self.__wrapped__.__self__, memo), self.__wrapped__.__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.__wrapped__.__self__, self.__wrapped__.__name__)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+
+Checkpointable.__bound_function_wrapper__ = _BoundCheckpointable
 
 
 class _Wrapper:
@@ -130,7 +147,7 @@ class _Wrapper:
         entry = context.active()
         if entry is None or not torch.is_grad_enabled():
             return wrapped(*args, **kwargs)
-        if not is_plain_autograd():
+        if not is_plain_autograd() or is_inside_torch_checkpoint():  # plain: R32; torch recomputes the whole region
             return wrapped(*args, **kwargs)
         return _call(entry, self.name, wrapped, instance, args, kwargs)
 
@@ -181,16 +198,16 @@ def _call(
     upstream = trace_inputs(inputs.tensors, frame)
     chain = upstream.chain
     if chain is None or chain.context.policy is not policy:
-        chain = _begin_chain(policy, info)
+        chain = _begin_chain(policy, info, is_first_run=frame is None or not frame.again)
         upstream.position = -1
-    body = _Body(wrapped, entry if policy.nested else None)
+    body = _Body(wrapped, context.Entry(policy) if policy.nested else None)
     if not is_matched:
         return _run_unmatched(entry, body, inputs, chain, upstream)
     state: _ChainState = chain.context
     position = upstream.position + 1
     chain.length = max(chain.length, position + 1)
     action = _decide(policy, Site(layer, info.name, position, state.known), frame)
-    log = current_log(policy)
+    log = PassLog(policy) if frame is not None and frame.again else current_log(policy, position == 0)
     record = Record(info.name, position, action, log)
     record.broken_by = upstream.broken_by
     record.input_bytes = sum([t.nbytes for t in inputs.tensors if t.grad_fn is not None])
@@ -216,14 +233,16 @@ def _is_matched(policy: Policy, info: LayerInfo, layer: Any) -> bool:
     return is_matched
 
 
-def _begin_chain(policy: Policy, info: LayerInfo) -> Chain:
+def _begin_chain(policy: Policy, info: LayerInfo, is_first_run: bool) -> Chain:
     """A new chain that begins at this layer, with what is known of the last one that did."""
     last: Chain | None = info.last_chain
     known = KnownChain()
     if last is not None:
         costs = [last.costs.get(i) for i in range(last.length)] if policy.segment == "auto" else [None]
         known = KnownChain(last.length, None if None in costs else tuple([Layer(1.0, 2.0, *c) for c in costs if c]))
-    info.last_chain = chain = Chain(_ChainState(policy, known))
+    chain = Chain(_ChainState(policy, known))
+    if is_first_run:  # a recompute may stop early: its chain is no measure
+        info.last_chain = chain
     return chain
 
 

@@ -28,7 +28,7 @@ from ckptdeco.engine.rerun import Waiting, traced
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, is_parameter, unpack
 from ckptdeco.engine.state import Snapshot, buffer_values
-from ckptdeco.engine.tree import Template, flatten
+from ckptdeco.engine.tree import Template, flatten, path_of
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
@@ -104,6 +104,16 @@ class Call:
         self.is_checked = False
 
     serve = recompute.serve
+
+    def input_name(self, index: int) -> str:
+        """What errors call a tensor among the arguments: ``input mask`` or ``input states[0]['k']``."""
+        path = path_of(self.template, index) or ""  # [0][1]… for the second positional, [1]['mask']… for a keyword
+        key, _, rest = path[4:].partition("]")
+        if path.startswith("[1]"):
+            return f"input {key.strip(chr(39))}{rest}"
+        names = self.info.parameters
+        number = int(key) if key.isdigit() else -1
+        return f"input {names[number] if 0 <= number < len(names) else key}{rest}"
 
     def references(self) -> list[Reference]:
         """The inputs that are not kept."""
@@ -198,6 +208,7 @@ def run(
     else:
         n_dropped = probe.drop(call)
         record.measure(call.sources if n_dropped else [], n_bytes)
+    record.log.note(call)
     if chain is None:  # the drop-in: its calls are in no chain
         return result
     stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptdeco.engine.torch_private import is_inside_torch_checkpoint
+
 __all__ = ["Kept", "geometry", "keep"]
 
 
@@ -89,8 +91,8 @@ _kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDic
 
 def keep(tensor: Tensor, frame: object) -> Kept:
     """Keep `tensor`, or return what keeps it already. `frame` keeps nested calls apart: their kept inputs are saved
-    tensors of the call around them."""
-    if tensor.is_inference():
+    tensors of the call around them, so each run of that call must keep the same ones."""
+    if tensor.is_inference() or is_inside_torch_checkpoint():
         return Kept(tensor)
     key = (id(tensor), id(frame), tensor._version)
     known = _kept.get(key)

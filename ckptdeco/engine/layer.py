@@ -7,6 +7,7 @@ nothing is written on the user's module.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable
@@ -44,7 +45,7 @@ class Protection:
 class LayerInfo:
     """One layer: a module, another object with a method, or a function."""
 
-    __slots__ = ("_reference", "code", "facts", "label", "last_chain", "name", "protections", "tree")
+    __slots__ = ("_reference", "code", "facts", "label", "last_chain", "name", "parameters", "protections", "tree")
 
     def __init__(self, layer: Any, fn: Callable[..., Any], name: str | None) -> None:
         self._reference = _weak(layer)
@@ -53,6 +54,7 @@ class LayerInfo:
         self.last_chain: Any = None  # the chain of the last pass that began here
         self.facts: dict[Hashable, Any] = {}  # what upper layers remember, e.g. whether a policy names this layer
         self.name = name or _name_in_model(layer) or _own_name(layer, fn)
+        self.parameters = _parameters(fn)
         self.label = f"{self.name} ({_where(fn)})"
 
     def layer(self) -> Any:
@@ -101,6 +103,15 @@ def _own_name(layer: Any, fn: Callable[..., Any]) -> str:
     if isinstance(layer, nn.Module):
         return type(layer).__name__
     return getattr(fn, "__qualname__", None) or type(fn).__name__
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of what a call gives by position, for errors."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple([p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])
 
 
 def _where(fn: Callable[..., Any]) -> str:

@@ -20,10 +20,17 @@ _here = _Here()
 _latest: list[PassLog] = []
 
 
-def current_log(policy: Any) -> PassLog:
-    """The log that the next layer call writes to: a new one after a backward, or under another policy."""
+def current_log(policy: Any, begins_chain: bool) -> PassLog:
+    """The log that the next layer call writes to: a new one after a backward, under another policy, or where a chain
+    begins and the calls so far are gone."""
     log = _here.log
-    if log is None or log.is_over or log.policy is not policy or len(log.records) >= _MAX_RECORDS:
+    if (
+        log is None
+        or log.is_over
+        or log.policy is not policy
+        or (begins_chain and log.is_abandoned())
+        or len(log.records) >= _MAX_RECORDS
+    ):
         _here.log = log = PassLog(policy)
         _latest[:] = [log]
     return log

@@ -8,7 +8,6 @@ No lock is held while user code runs; a thread that finds nothing waiting recomp
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,8 @@ def serve(call: Call, saved: Saved) -> Tensor:
         found = waiting.get(saved.index) if waiting.is_read_again else waiting.pop(saved.index, None)
     if found is None:
         was_read = saved.task == task and task != -1
-        if was_read and saved.handed is not None and (value := saved.handed()) is not None:
-            return value
+        if was_read and (alive := saved.handed_out()) is not None:
+            return alive
         waiting = _recompute(call, task)
         waiting.is_read_again = was_read
         found = waiting.get(saved.index) if was_read else waiting.pop(saved.index, None)
@@ -51,9 +50,7 @@ def serve(call: Call, saved: Saved) -> Tensor:
     value, version = found
     if value._version != version:
         raise modified(saved)
-    saved.handed = weakref.ref(value)
-    saved.task = task
-    return value
+    return saved.hand_out(value, task)
 
 
 def _adopt_leftover(call: Call, task: int) -> Waiting | None:
@@ -198,7 +195,7 @@ def _inputs(call: Call, task: int, values: _Values, uses: dict[tuple[int, int], 
             except RuntimeError as error:
                 raise InputModifiedError(
                     call.info.label,
-                    f"input {i}",
+                    call.input_name(i),
                     "do not change a layer's input in place after the call; write x = x + layer(x) instead of x += layer(x).",
                 ) from error
         elif rebuilt is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from ckptdeco.schedule.actions import Action
@@ -12,12 +13,22 @@ __all__ = ["PassLog", "Record"]
 class PassLog:
     """The records of one pass: all layer calls from the end of one backward to the end of the next."""
 
-    __slots__ = ("__weakref__", "is_over", "policy", "records")
+    __slots__ = ("first", "is_over", "policy", "records")
 
     def __init__(self, policy: Any) -> None:
         self.records: list[Record] = []
         self.is_over = False  # a backward has begun: the next layer call starts a new pass
         self.policy = policy
+        self.first: weakref.ref[Any] | None = None
+
+    def note(self, call: Any) -> None:
+        """A call was run."""
+        if self.first is None:
+            self.first = weakref.ref(call)
+
+    def is_abandoned(self) -> bool:
+        """Whether the first call's graph is gone: a forward without backward, such as an evaluation with grad on."""
+        return self.first is not None and self.first() is None
 
 
 class Record:

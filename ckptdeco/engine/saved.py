@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ckptdeco.errors import ModifiedTensorError
@@ -29,7 +30,7 @@ class Saved:
     meta: tuple[Any, ...]  # shape, dtype, device
     is_modified: bool  # changed in place after it was saved, within the call
     values: int | None  # fingerprint, if this call is checked by value (R12)
-    handed: weakref.ref[Tensor] | None  # what was handed out last (R31),
+    handed: tuple[Any, ...] | None  # what was handed out last (R31): its storage, weakly, and its place there,
     task: int  # and in which backward pass
 
     def __init__(self, value: Tensor) -> None:
@@ -47,6 +48,27 @@ class Saved:
         self.values = values
         self.handed = None
         self.task = NEVER
+
+
+    def hand_out(self, value: Tensor, task: int) -> Tensor:
+        """Give a recomputed tensor to autograd, and remember it weakly: autograd wraps it in another object, so it is
+        the storage that tells how long it lives."""
+        self.task = task
+        if type(value) is Tensor and value.layout is torch.strided:
+            storage = weakref.ref(value.untyped_storage())
+            self.handed = storage, value.storage_offset(), value.stride(), value.is_conj() or value.is_neg()
+        return value
+
+    def handed_out(self) -> Tensor | None:
+        """What was handed out last, if it is still alive."""
+        if self.handed is None:
+            return None
+        storage, offset, stride, is_lazy = self.handed
+        alive = storage()
+        if alive is None or is_lazy:
+            return None
+        shape, dtype, device = self.meta
+        return torch.empty(0, dtype=dtype, device=device).set_(alive, offset, shape, stride)
 
 
 def is_parameter(tensor: Tensor) -> bool:

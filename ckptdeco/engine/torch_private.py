@@ -10,9 +10,16 @@ from contextlib import contextmanager
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["at_end_of_backward", "graph_task_id", "is_plain_autograd", "unseen_by_modes"]
+__all__ = [
+    "TorchDispatchMode",
+    "at_end_of_backward",
+    "graph_task_id",
+    "is_inside_torch_checkpoint",
+    "is_plain_autograd",
+    "unseen_by_modes",
+]
 
 #: Id of the backward pass (graph task) that runs on this thread, or -1 outside of one. Nested passes have ids of their own.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -32,6 +39,12 @@ def is_plain_autograd() -> bool:
         and forward_ad._current_level < 0
         and not torch.jit.is_tracing()
     )
+
+
+def is_inside_torch_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` runs a region of its own on this thread, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 @contextmanager

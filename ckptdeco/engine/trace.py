@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from ckptdeco.engine.torch_private import TorchDispatchMode
 
 __all__ = ["Trace", "first_difference"]
 
@@ -18,6 +19,8 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.detach.default:  # the hooks' own; it computes nothing
+            return out
         shapes = [str(list(t.shape)) for t in (out if isinstance(out, (list, tuple)) else (out,)) if hasattr(t, "shape")]
         self.operators.append(f"{func} -> {', '.join(shapes)}")
         return out

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Template", "flatten", "rebuild"]
+__all__ = ["Template", "flatten", "path_of", "rebuild"]
 
 _MAX_DEPTH = 16  # deeper nesting (or a cycle) is passed on as it is
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None), complex})
@@ -101,6 +101,20 @@ def _shell_of_mapping(value: dict[Any, Any]) -> Any:
     if hasattr(value, "__dict__"):
         shell.__dict__.update({k: v for k, v in vars(value).items() if not isinstance(v, Tensor)})
     return shell
+
+
+def path_of(template: Template, index: int) -> str | None:
+    """Where tensor `index` stands in the object that `template` describes, as ``[0]['mask']``."""
+    if type(template) is _Leaf:
+        return "" if template.index == index else None
+    if type(template) is not _Branch:
+        return None
+    pairs = template.items.items() if isinstance(template.items, dict) else enumerate(template.items)
+    for key, item in pairs:
+        path = path_of(item, index)
+        if path is not None:
+            return (f".{key}" if template.kind == "object" else f"[{key!r}]") + path
+    return None
 
 
 def rebuild(template: Template, tensors: list[Any]) -> Any:
