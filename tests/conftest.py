@@ -9,20 +9,21 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import gc  # noqa: E402
-import random  # noqa: E402
+import gc
+import random
 
-import hypothesis  # noqa: E402
-import numpy  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401  so that it is frozen with the rest
+import hypothesis
+import numpy
+import pytest
+import torch
+import torch._dynamo
 
 
 def active_policy() -> Any:
     """The policy entry that is active in this context, None when there is none."""
     context = sys.modules.get("ckptdeco.context")
     return None if context is None else context.active()
+
 
 torch.set_num_threads(1)
 

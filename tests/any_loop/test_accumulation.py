@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
+
 from tests.support.layers import batch, stack
 from tests.support.oracle import assert_same, total
-from torch import nn
 
 
 def build() -> nn.Module:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Layer, Loop, MaskedLayer, batch, stack
 from tests.support.oracle import assert_same, forward_backward, step_inside
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 @pytest.mark.parametrize("program", [forward_backward, step_inside])
@@ -34,7 +35,9 @@ def test_keyword_made_for_each_layer(under: Any) -> None:
             x = layer(x, mask=mask * (i + 1))
         return x
 
-    assert_same(lambda: Loop([MaskedLayer() for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([MaskedLayer() for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 def test_plain_arguments_differ_from_call_to_call(under: Any) -> None:
@@ -63,7 +66,9 @@ class NamedLikeOptions(Layer):
         self.linear = nn.Linear(DIM, DIM)
 
     @checkpointable
-    def forward(self, x: torch.Tensor, *, early_stop: float, debug: torch.Tensor, name: str, function: Any) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, *, early_stop: float, debug: torch.Tensor, name: str, function: Any
+    ) -> torch.Tensor:
         assert name == "n"
         return function(self.linear(x)) * early_stop + debug * x
 
@@ -74,7 +79,9 @@ def test_arguments_named_like_options(under: Any) -> None:
             x = layer(x, early_stop=0.5, debug=y, name="n", function=torch.tanh)
         return x
 
-    assert_same(lambda: Loop([NamedLikeOptions() for _ in range(4)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([NamedLikeOptions() for _ in range(4)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 class Defaults(Layer):

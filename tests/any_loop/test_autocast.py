@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Layer, Loop, Stack, batch, stack
 from tests.support.oracle import assert_same, total
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 def under_autocast(**options: Any) -> Any:

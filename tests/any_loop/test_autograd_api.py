@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from tests.support.layers import Block, Loop, TanhLayer, batch, stack
 from tests.support.oracle import assert_same, total
-from torch import nn
 
 
 def build() -> nn.Module:

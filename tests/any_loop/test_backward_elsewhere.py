@@ -6,10 +6,11 @@ import threading
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support.layers import batch, stack
 from tests.support.oracle import assert_same, total
 from tests.support.subject import policy
-from torch import nn
 
 
 def build() -> nn.Module:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
+
 from tests.support.layers import DIM, Block, Layer, Loop, Stem, TanhLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
-from torch import nn
 
 CheckpointError = torch.utils.checkpoint.CheckpointError
 
@@ -32,8 +33,8 @@ def exact_or_loud(build: Any, under: Any, fix: str) -> None:
     try:
         assert_same(build, forward_backward, lambda: (batch(),), under)
     except CheckpointError as error:
-        assert fix in str(error), str(error)
-        assert "Adds" in str(error), str(error)
+        assert fix in str(error), str(error)  # noqa: PT017
+        assert "Adds" in str(error), str(error)  # noqa: PT017
 
 
 @pytest.mark.filterwarnings("ignore")  # a warning in forward is welcome

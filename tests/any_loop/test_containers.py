@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support import meters
 from tests.support.layers import DIM, DictLayer, Hidden, Layer, Loop, Pair, PairLayer, State, batch
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 def test_layers_that_return_tuples(under: Any) -> None:
@@ -18,7 +19,9 @@ def test_layers_that_return_tuples(under: Any) -> None:
             x, y = layer(x, y)
         return x, y
 
-    assert_same(lambda: Loop([PairLayer() for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([PairLayer() for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 def test_only_one_output_of_a_tuple_is_used(under: Any) -> None:
@@ -38,7 +41,9 @@ def test_dict_in_and_out(under: Any) -> None:
         assert state["n"] == len(m.layers)
         return state["h"], state["seen"]
 
-    assert_same(lambda: Loop([DictLayer() for _ in range(5)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([DictLayer() for _ in range(5)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 class DataclassLayer(Layer):
@@ -77,7 +82,9 @@ class StateLayer(Layer):
 
     @checkpointable
     def forward(self, state: State, extra: Pair) -> State:
-        return State(h=torch.tanh(self.linear(state.h)) * extra.h, past=(state.h.mean(), {"deep": [state.h.sum(-1)]}), none=None)
+        return State(
+            h=torch.tanh(self.linear(state.h)) * extra.h, past=(state.h.mean(), {"deep": [state.h.sum(-1)]}), none=None
+        )
 
 
 def test_ordered_dict_subclass_and_namedtuple(under: Any) -> None:
@@ -89,7 +96,9 @@ def test_ordered_dict_subclass_and_namedtuple(under: Any) -> None:
             assert list(state) == ["h", "past", "none"]
         return state["h"], state.past
 
-    assert_same(lambda: Loop([StateLayer() for _ in range(5)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([StateLayer() for _ in range(5)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 class ListLayer(Layer):
@@ -112,7 +121,9 @@ def test_nested_lists_tuples_and_dicts(under: Any) -> None:
             assert isinstance(xs[0], tuple)
         return xs[0]
 
-    assert_same(lambda: Loop([ListLayer() for _ in range(5)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([ListLayer() for _ in range(5)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 class MixedOutputs(Layer):

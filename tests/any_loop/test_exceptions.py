@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Layer, Loop, batch, stack
 from tests.support.oracle import assert_same, forward_backward, total
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 class Failure(Exception):
@@ -101,7 +102,7 @@ def test_exception_in_recompute_passes_through_and_the_next_step_is_right(under:
 
 def test_exception_outside_a_layer_and_backward_hook_that_raises(under: Any) -> None:
     def program(model: nn.Module, inputs: Any, context: Any) -> Any:
-        with pytest.raises(Failure), context():
+        with pytest.raises(Failure), context():  # noqa: PT012
             model(*inputs, None)
             raise Failure
 

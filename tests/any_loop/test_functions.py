@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Loop, batch
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 @checkpointable
@@ -44,7 +45,9 @@ def test_closures_over_weights(under: Any) -> None:
             x = inner(x)
         return x
 
-    assert_same(lambda: Loop([nn.Linear(DIM, DIM) for _ in range(6)], loop), forward_backward, lambda: (batch(),), under)
+    assert_same(
+        lambda: Loop([nn.Linear(DIM, DIM) for _ in range(6)], loop), forward_backward, lambda: (batch(),), under
+    )
 
 
 def test_functions_and_weights_computed_in_the_loop(under: Any) -> None:
@@ -53,7 +56,9 @@ def test_functions_and_weights_computed_in_the_loop(under: Any) -> None:
             x = layer(x, part.weight.t().softmax(0), bias=part.bias * 2)
         return x
 
-    assert_same(lambda: Loop([nn.Linear(DIM, DIM) for _ in range(6)], loop), forward_backward, lambda: (batch(),), under)
+    assert_same(
+        lambda: Loop([nn.Linear(DIM, DIM) for _ in range(6)], loop), forward_backward, lambda: (batch(),), under
+    )
 
 
 def test_lambda_and_partial(under: Any) -> None:
@@ -66,4 +71,6 @@ def test_lambda_and_partial(under: Any) -> None:
             x = functools.partial(double, w=part.weight)(x)
         return x
 
-    assert_same(lambda: Loop([nn.Linear(DIM, DIM) for _ in range(6)], loop), forward_backward, lambda: (batch(),), under)
+    assert_same(
+        lambda: Loop([nn.Linear(DIM, DIM) for _ in range(6)], loop), forward_backward, lambda: (batch(),), under
+    )

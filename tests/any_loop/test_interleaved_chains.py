@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from tests.support.layers import Block, CrossLayer, Loop, TanhLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 
@@ -37,7 +38,9 @@ def test_two_chains_of_the_same_layers(under: Any) -> None:
             x, y = layer(x), layer(y)
         return x, y
 
-    assert_same(lambda: Loop([Block(p=0.1) for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([Block(p=0.1) for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 def test_chains_that_swap_at_every_layer(under: Any) -> None:
@@ -46,7 +49,9 @@ def test_chains_that_swap_at_every_layer(under: Any) -> None:
             x, y = y, layer(x)
         return x, y
 
-    assert_same(lambda: Loop([TanhLayer() for _ in range(7)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([TanhLayer() for _ in range(7)], loop), forward_backward, lambda: (batch(), batch()), under
+    )
 
 
 def test_chains_that_look_at_each_other(under: Any) -> None:
@@ -56,4 +61,6 @@ def test_chains_that_look_at_each_other(under: Any) -> None:
             y = m.layers[i + 1](y, x)
         return x, y
 
-    assert_same(lambda: Loop([CrossLayer() for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under)
+    assert_same(
+        lambda: Loop([CrossLayer() for _ in range(6)], loop), forward_backward, lambda: (batch(), batch()), under
+    )

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
+from torch.nn import functional
+
 from tests.support.layers import (
     DIM,
     BatchNormLayer,
@@ -22,8 +25,6 @@ from tests.support.layers import (
 )
 from tests.support.oracle import assert_same, forward_backward, step_inside
 from tests.support.subject import checkpointable
-from torch import nn
-from torch.nn import functional
 
 
 def test_dropout(under: Any) -> None:
@@ -64,7 +65,9 @@ def test_dropout_that_starts_at_a_later_step(under: Any) -> None:
             x = layer(x, draws=(step + i) % 3 == 2 or step > 2)
         return x
 
-    assert_same(lambda: Loop([LateDropout() for _ in range(6)], loop), forward_backward, lambda: (batch(),), under, steps=5)
+    assert_same(
+        lambda: Loop([LateDropout() for _ in range(6)], loop), forward_backward, lambda: (batch(),), under, steps=5
+    )
 
 
 def test_batchnorm(under: Any) -> None:
@@ -192,7 +195,9 @@ def test_generator_on_the_module(under: Any) -> None:
         out.sum().backward()
         return out, [layer.generator.get_state() for layer in model.layers]
 
-    assert_same(lambda: Loop([GeneratorOnModule() for _ in range(5)], loop), program, lambda: (batch(),), under, steps=4)
+    assert_same(
+        lambda: Loop([GeneratorOnModule() for _ in range(5)], loop), program, lambda: (batch(),), under, steps=4
+    )
 
 
 class SpectralLayer(Layer):

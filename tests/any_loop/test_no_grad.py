@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.support import meters
 from tests.support.layers import batch, stack
 

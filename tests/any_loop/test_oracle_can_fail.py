@@ -10,9 +10,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import nn
+
 from tests.support.layers import BatchNormLayer, Block, Stack, batch, stack
 from tests.support.oracle import assert_equal, assert_same, forward_backward
-from torch import nn
 
 
 @contextlib.contextmanager
@@ -43,7 +44,10 @@ SPOILERS: dict[str, tuple[Callable[[nn.Module, Any], object], str]] = {
         r"parameter_grads layers.0.up.weight differs",
     ),
     "a gradient lost": (lambda m, i: setattr(m.layers[0].up.bias, "grad", None), "parameter_grads layers.0.up.bias"),
-    "a buffer updated twice": (lambda m, i: m.layers[1].norm.num_batches_tracked.add_(1), "buffers .*num_batches_tracked"),
+    "a buffer updated twice": (
+        lambda m, i: m.layers[1].norm.num_batches_tracked.add_(1),
+        "buffers .*num_batches_tracked",
+    ),
     "an input gradient": (lambda m, i: i[0].grad.add_(1), "input_grads"),
     "an input gradient lost": (lambda m, i: setattr(i[0], "grad", None), "input_grads"),
     "a parameter": (lambda m, i: m.layers[1].linear.weight.add_(1), "parameters layers.1.linear.weight differs"),

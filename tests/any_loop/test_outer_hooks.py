@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
 from tests.support.layers import DIM, Layer, Stack, batch, stack
 from tests.support.oracle import assert_same, total
 from tests.support.subject import checkpointable
-from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
 def test_save_on_cpu_outside(under: Any) -> None:
@@ -87,7 +88,7 @@ def test_torch_checkpoint_around_the_model(under: Any) -> None:
 
 
 def test_torch_checkpoint_around_the_model_with_its_recompute_outside_the_policy(under: Any) -> None:
-    """torch runs the model again in backward, where no policy is active: exact, or an error that names no wrong cause."""
+    """torch runs the model again in backward, where no policy is active: exact, or an error with no wrong cause."""
 
     def program(model: nn.Module, inputs: Any, context: Any) -> Any:
         with context():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, BatchNormLayer, Block, Layer, Loop, MaskedLayer, Stack, TanhLayer, batch, stack
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 def test_input_needs_no_gradient(under: Any) -> None:
@@ -29,7 +30,9 @@ def test_frozen_prefix(under: Any) -> None:
 
 def test_frozen_suffix_and_every_other_layer(under: Any) -> None:
     assert_same(lambda: frozen(stack(), lambda i: i > 3), forward_backward, lambda: (batch(),), under)
-    assert_same(lambda: frozen(stack(), lambda i: i % 2), forward_backward, lambda: (batch(requires_grad=False),), under)
+    assert_same(
+        lambda: frozen(stack(), lambda i: i % 2), forward_backward, lambda: (batch(requires_grad=False),), under
+    )
 
 
 def test_frozen_weight_beside_trained_bias(under: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from tests.support.layers import BatchNormLayer, Block, Loop, Stack, TanhLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Block, CrossLayer, Layer, Loop, MaskedLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 def test_one_mask_for_all_layers(under: Any) -> None:

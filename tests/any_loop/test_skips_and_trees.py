@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from tests.support.layers import Block, Loop, Marked, TanhLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 
@@ -42,7 +43,9 @@ def test_tree(under: Any) -> None:
             level = [next(layers)(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
         return level[0]
 
-    assert_same(lambda: Loop([Marked() for _ in range(7)], loop), forward_backward, lambda: [batch() for _ in range(8)], under)
+    assert_same(
+        lambda: Loop([Marked() for _ in range(7)], loop), forward_backward, lambda: [batch() for _ in range(8)], under
+    )
 
 
 def test_dense_connections(under: Any) -> None:

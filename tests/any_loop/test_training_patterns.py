@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Block, Layer, Loop, batch, stack
 from tests.support.oracle import assert_same, total, update
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 class Gan(nn.Module):
@@ -151,7 +152,12 @@ def test_transformer_xl_memories(under: Any) -> None:
                 update(model)
         return memories
 
-    assert_same(lambda: Loop([MemoryLayer() for _ in range(5)], lambda m: None), program, lambda: [batch() for _ in range(4)], under)
+    assert_same(
+        lambda: Loop([MemoryLayer() for _ in range(5)], lambda m: None),
+        program,
+        lambda: [batch() for _ in range(4)],
+        under,
+    )
 
 
 def test_truncated_backpropagation_through_time(under: Any) -> None:
@@ -166,7 +172,12 @@ def test_truncated_backpropagation_through_time(under: Any) -> None:
                 state = state.detach()
         return state
 
-    assert_same(lambda: Loop([Block(p=0.1) for _ in range(4)], lambda m: None), program, lambda: [batch() for _ in range(4)], under)
+    assert_same(
+        lambda: Loop([Block(p=0.1) for _ in range(4)], lambda m: None),
+        program,
+        lambda: [batch() for _ in range(4)],
+        under,
+    )
 
 
 def test_distillation_from_a_frozen_teacher(under: Any) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from tests.support.layers import DIM, Layer, Loop, TanhLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
-from torch import nn
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view_as": lambda x: x.view_as(x),

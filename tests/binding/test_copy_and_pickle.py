@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+
 from tests.support import meters
 from tests.support.bound import Bare, Chain, DecoratesAgain, Inherits, Kinds, function
 from tests.support.layers import DIM, batch
 from tests.support.subject import ENGINE, checkpointable, policy
-from torch import nn
 
 RUNS = {"none": 1}.get(ENGINE, 2)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from tests.support import meters
 from tests.support.bound import Bare, CallsSuper, Chain, DecoratesAgain, Inherits, Kinds, function
 from tests.support.layers import DIM, batch

@@ -8,12 +8,15 @@ import typing
 
 import pytest
 import torch
+
 from tests.support import bound, meters
 from tests.support.bound import Bare, Kinds, function, undecorated
 from tests.support.layers import batch
 from tests.support.subject import checkpointable, policy
 
-METADATA = [name for name in functools.WRAPPER_ASSIGNMENTS if name not in ("__name__", "__qualname__", "__type_params__")]
+METADATA = [
+    name for name in functools.WRAPPER_ASSIGNMENTS if name not in ("__name__", "__qualname__", "__type_params__")
+]
 
 
 @pytest.mark.parametrize("attribute", METADATA)

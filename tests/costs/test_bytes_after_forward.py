@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.support.chains import BOUNDARY, ROWS, WIDE, inner_bytes, live_after_forward, make_batch, make_chain, nothing
 from tests.support.layers import Block, Loop, MaskedLayer, Stem, TanhLayer
 from tests.support.subject import ENGINE, policy
@@ -17,7 +18,9 @@ LAYERS = 12
 
 
 def assert_close(live: int, expected: int, what: str = "") -> None:
-    assert abs(live - expected) <= 0.02 * expected, f"{what}{live / BOUNDARY:.2f} boundaries, not {expected / BOUNDARY:.2f}"
+    assert abs(live - expected) <= 0.02 * expected, (
+        f"{what}{live / BOUNDARY:.2f} boundaries, not {expected / BOUNDARY:.2f}"
+    )
 
 
 def test_the_meter_sees_what_the_plain_run_keeps() -> None:

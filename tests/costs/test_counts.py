@@ -10,11 +10,12 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
 from tests.support import meters
 from tests.support.layers import Block, Loop, Marked, MaskedLayer, Stack, TanhLayer, batch, stack
 from tests.support.subject import ENGINE, checkpointable, policy
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 pytestmark = pytest.mark.skipif(ENGINE != "ckptdeco", reason="counts ckptdeco's recomputes")
 LAYERS = 12
@@ -122,9 +123,7 @@ def longest_walk(log: list[str]) -> int:
 def graphs(draw: st.DrawFn) -> list[list[int]]:
     """For each call the indices of the values it takes: 0 is the model's input, i is the output of call i."""
     n_calls = draw(st.integers(2, 14))
-    return [
-        draw(st.lists(st.integers(max(0, i - 6), i), min_size=1, max_size=3, unique=True)) for i in range(n_calls)
-    ]
+    return [draw(st.lists(st.integers(max(0, i - 6), i), min_size=1, max_size=3, unique=True)) for i in range(n_calls)]
 
 
 def run_graph(graph: list[list[int]], layers: list[nn.Module], made: Any, uses: int) -> tuple[list[str], list[Any]]:
@@ -162,8 +161,12 @@ def assert_graph(graph: list[list[int]], n: int, options: dict[str, Any], uses: 
             assert not most or most[0][1] <= n, f"{most} in {log}"
 
 
-@hypothesis.given(graphs(), st.integers(1, 6), st.sampled_from([{}, {}, {"levels": 2}, {"levels": "log"}]), st.integers(-1, 8))
-def test_a_walk_never_runs_more_than_n_calls(graph: list[list[int]], n: int, options: dict[str, Any], uses: int) -> None:
+@hypothesis.given(
+    graphs(), st.integers(1, 6), st.sampled_from([{}, {}, {"levels": 2}, {"levels": "log"}]), st.integers(-1, 8)
+)
+def test_a_walk_never_runs_more_than_n_calls(
+    graph: list[list[int]], n: int, options: dict[str, Any], uses: int
+) -> None:
     assert_graph(graph, n, options, uses)
 
 
@@ -314,11 +317,12 @@ def test_layer_by_layer_gradients_recompute_each_segment_once() -> None:
 
 def test_no_recompute_when_nothing_needs_it() -> None:
     model = stack(4).requires_grad_(False)
-    counter = forwards(Loop([*model.layers], lambda m, x: chain(m, x) + x), policy(segment=2), batch(requires_grad=True))
+    counter = forwards(
+        Loop([*model.layers], lambda m, x: chain(m, x) + x), policy(segment=2), batch(requires_grad=True)
+    )
     assert max(counter.values()) <= 2
-    with meters.count_forwards() as counter:
-        with policy(segment=2):
-            y = model(batch(requires_grad=False))
+    with meters.count_forwards() as counter, policy(segment=2):
+        y = model(batch(requires_grad=False))
     assert not y.requires_grad
     assert set(counter.values()) == {1}
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from tests.support.layers import Block, InPlaceOnInputLayer, Layer, Loop, Stem, TanhLayer, batch, stack
 from tests.support.meters import ByteMeter
 from tests.support.oracle import total
 from tests.support.subject import ENGINE, POLICIES, PolicySpec, checkpointable, policy
-from torch import nn
 
 pytestmark = pytest.mark.skipif(ENGINE == "torch", reason="measures ckptdeco")
 every_policy = pytest.mark.parametrize("spec", POLICIES, ids=str)
@@ -44,13 +45,12 @@ def test_all_is_freed_after_backward(spec: PolicySpec, kind: str) -> None:
     model, made, x = build(kind), spec.make(), batch(requires_grad=False)
     for step in range(3):
         model.zero_grad()
-        with collector_off(), ByteMeter(model.parameters()) as meter:
-            with made:
-                y = model(x)
-                y.sum().backward()
-                assert meter.live_bytes == y.untyped_storage().nbytes(), f"step {step}, inside the policy"
-                del y
-                assert meter.live_bytes == 0, f"step {step}: {meter.live_bytes} bytes alive"
+        with collector_off(), ByteMeter(model.parameters()) as meter, made:
+            y = model(x)
+            y.sum().backward()
+            assert meter.live_bytes == y.untyped_storage().nbytes(), f"step {step}, inside the policy"
+            del y
+            assert meter.live_bytes == 0, f"step {step}: {meter.live_bytes} bytes alive"
 
 
 @every_policy
@@ -59,11 +59,10 @@ def test_all_is_freed_without_backward(spec: PolicySpec, kind: str) -> None:
     """R27: also when a layer works in place on its own input."""
     model, made, x = build(kind), spec.make(), batch(requires_grad=False)
     for step in range(3):
-        with collector_off(), ByteMeter(model.parameters()) as meter:
-            with made:
-                y = model(x)
-                del y
-                assert meter.live_bytes == 0, f"step {step}, inside the policy: {meter.live_bytes} bytes alive"
+        with collector_off(), ByteMeter(model.parameters()) as meter, made:
+            y = model(x)
+            del y
+            assert meter.live_bytes == 0, f"step {step}, inside the policy: {meter.live_bytes} bytes alive"
 
 
 @every_policy
@@ -71,13 +70,12 @@ def test_all_is_freed_after_a_partial_backward_and_retain_graph(spec: PolicySpec
     model, made, x = build("block"), spec.make(), batch(requires_grad=False)
     for _ in range(2):
         model.zero_grad()
-        with collector_off(), ByteMeter(model.parameters()) as meter:
-            with made:
-                y = model(x)
-                torch.autograd.grad(total(y), model.body.layers[3].up.weight, retain_graph=True)
-                total(y).backward(retain_graph=True)
-                del y
-                assert meter.live_bytes == 0, f"{meter.live_bytes} bytes alive"
+        with collector_off(), ByteMeter(model.parameters()) as meter, made:
+            y = model(x)
+            torch.autograd.grad(total(y), model.body.layers[3].up.weight, retain_graph=True)
+            total(y).backward(retain_graph=True)
+            del y
+            assert meter.live_bytes == 0, f"{meter.live_bytes} bytes alive"
 
 
 @every_policy
@@ -112,13 +110,12 @@ def test_all_is_freed_after_an_exception_in_forward(spec: PolicySpec) -> None:
 
     model, made, x = Stem(Loop([*stack(3).layers, Fails()], chain)), spec.make(), batch(requires_grad=False)
     for _ in range(2):
-        with collector_off(), ByteMeter(model.parameters()) as meter:
-            with made:
-                try:
-                    model(x)
-                except KeyError:
-                    pass
-                assert meter.live_bytes == 0, f"{meter.live_bytes} bytes alive"
+        with collector_off(), ByteMeter(model.parameters()) as meter, made:
+            try:
+                model(x)
+            except KeyError:
+                pass
+            assert meter.live_bytes == 0, f"{meter.live_bytes} bytes alive"
 
 
 def chain(m: Loop, x: torch.Tensor) -> torch.Tensor:

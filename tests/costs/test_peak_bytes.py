@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+
 from tests.support.chains import (
     BOUNDARY,
     ROWS,
@@ -22,8 +25,6 @@ from tests.support.chains import (
 from tests.support.layers import Block, Layer, Loop, Stem, TanhLayer
 from tests.support.meters import ByteMeter
 from tests.support.subject import ENGINE, checkpointable, policy
-from torch import nn
-from torch.nn import functional
 
 pytestmark = pytest.mark.skipif(ENGINE != "ckptdeco", reason="measures ckptdeco")
 LAYERS = 12
@@ -76,9 +77,20 @@ def schedules() -> dict[str, tuple[dict[str, Any], Any]]:
     }
 
 
-NAMES = (
-    "segment=1 segment=2 segment=3 segment=5 segment=12 sqrt every=2 every=3 levels=2 levels=log log keep_last".split()
-)
+NAMES = [
+    "segment=1",
+    "segment=2",
+    "segment=3",
+    "segment=5",
+    "segment=12",
+    "sqrt",
+    "every=2",
+    "every=3",
+    "levels=2",
+    "levels=log",
+    "log",
+    "keep_last",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+
 from tests.support import meters
 from tests.support.layers import Block, TanhLayer, batch, stack
 from tests.support.subject import ENGINE, policy
@@ -29,19 +30,22 @@ def examples() -> dict[str, tuple[Exception, str]]:
             errors.PolicyError("segment", 0, "must be at least 1", "segment=1"),
             "segment=0: must be at least 1\n  Fix: segment=1",
         ),
-        "RecomputeError": (errors.RecomputeError(LABEL, "went wrong", "mend it"), f"recomputing {LABEL} went wrong\n  Fix: mend it"),
+        "RecomputeError": (
+            errors.RecomputeError(LABEL, "went wrong", "mend it"),
+            f"recomputing {LABEL} went wrong\n  Fix: mend it",
+        ),
         "SavedTensorMismatch": (
             errors.SavedTensorMismatch(LABEL, 3, before, after),
             f"recomputing {LABEL} saved a different tensor 3 than forward did\n"
             "  forward:   float32[8, 128] on cuda:0\n"
             "  recompute: float32[8, 96] on cuda:0\n"
             "  Likely cause: the layer reads something that changed since forward (a flag, a global, a counter).\n"
-            "  Fix: make the layer depend only on its arguments; policy(..., debug=True) shows the first operation that differs.",
+            "  Fix: make the layer depend only on its arguments; policy(..., debug=True) shows the first operation that differs.",  # noqa: E501
         ),
         "ValueMismatch": (
             errors.ValueMismatch(LABEL, "saved tensor 3 (float32[8] on cpu)"),
             f"recomputing {LABEL} gave other values than forward did: saved tensor 3 (float32[8] on cpu)\n"
-            "  Fix: make the layer depend only on its arguments; what it read from a global, a closure or an object that "
+            "  Fix: make the layer depend only on its arguments; what it read from a global, a closure or an object that "  # noqa: E501
             "changed since forward must be passed to it as an argument.",
         ),
         "RandomnessError": (
@@ -171,6 +175,6 @@ def test_selection_that_matches_recomputes_only_the_selected() -> None:
 
 
 def test_exception_of_the_block_is_not_replaced_by_the_selection_error() -> None:
-    with pytest.raises(KeyError), policy(segment=1, only="nothing"):
+    with pytest.raises(KeyError), policy(segment=1, only="nothing"):  # noqa: PT012
         stack(2)(batch())
         raise KeyError

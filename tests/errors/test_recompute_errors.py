@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
+
 from tests.support.layers import DIM, Layer, Loop, Stack, Stem, batch
 from tests.support.subject import ENGINE, checkpointable, policy
-from torch import nn
 
 pytestmark = pytest.mark.skipif(ENGINE != "ckptdeco", reason="golden texts of ckptdeco")
 
@@ -111,7 +112,7 @@ def test_more_tensors_are_an_error_without_early_stop() -> None:
     with policy(segment=1, early_stop=False):
         loss = model(batch()).square().sum()
     Flaky.mode = "plain"
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="another number of tensors|different tensor"):
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=r"another number of tensors|different tensor"):
         loss.backward()
 
 
@@ -231,7 +232,7 @@ def test_saved_tensor_changed_in_place_inside_the_layer() -> None:
         model(batch()).sum().backward()
     for options in ({"segment": 1}, {"segment": 2}, {"segment": 2, "levels": 2}, {"every": 2}):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:  # noqa: SIM117
                 with policy(**options):
                     model(batch()).sum().backward()
             if "every" not in options:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import hypothesis
 import pytest
+
 from tests.support.oracle import Observation, assert_same
 from tests.support.programs import Call, Glue, Hold, RandomProgram, Skip, policies, programs, run
 from tests.support.subject import PolicySpec, spec
@@ -13,8 +16,6 @@ from tests.support.subject import PolicySpec, spec
 
 def assert_exact(program: RandomProgram, policy: PolicySpec) -> None:
     """A program that the plain run refuses (a tensor changed in place) proves nothing and is left out."""
-    import contextlib
-
     try:
         assert_same(program.build, run, program.make_inputs, contextlib.nullcontext, steps=1)
     except RuntimeError as error:
@@ -35,11 +36,13 @@ def test_longer_random_programs_are_exact(program: RandomProgram, policy: Policy
     assert_exact(program, policy)
 
 
+@hypothesis.given(programs(), policies(nested=True))
+def test_random_programs_are_exact_with_nested(program: RandomProgram, policy: PolicySpec) -> None:
+    assert_exact(program, policy)
+
+
 @hypothesis.given(programs(), policies(), policies())
 def test_policies_may_change_from_step_to_step(program: RandomProgram, one: PolicySpec, two: PolicySpec) -> None:
-    import contextlib
-    import itertools
-
     try:
         assert_same(program.build, run, program.make_inputs, contextlib.nullcontext, steps=1)
     except RuntimeError:
@@ -50,7 +53,9 @@ def test_policies_may_change_from_step_to_step(program: RandomProgram, one: Poli
 
 def test_the_property_can_fail() -> None:
     """A program that looks whether it is checkpointed is noticed."""
-    program = RandomProgram(("block", "dropout"), (Call(0, 0), Call(0, 1), Glue(0, "scale"), Skip(0, 2), Hold(0)), "after")
+    program = RandomProgram(
+        ("block", "dropout"), (Call(0, 0), Call(0, 1), Glue(0, "scale"), Skip(0, 2), Hold(0)), "after"
+    )
     under = spec(segment=2).make
 
     def spoiled(model: Any, inputs: Any, context: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from tests.support import meters
 from tests.support.layers import DIM
 from tests.support.subject import checkpointable
-from torch import nn
 
 
 @checkpointable

@@ -8,10 +8,11 @@ import functools
 from typing import Any
 
 import torch
-from tests.support.layers import Block, Stem, stack
-from tests.support.meters import ByteMeter, saved_storages
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.layers import Block, Stem, stack
+from tests.support.meters import ByteMeter, saved_storages
 
 ROWS, WIDE = 128, 64
 BOUNDARY = ROWS * WIDE * 4

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.support import meters
-from tests.support.subject import checkpointable
 from torch import nn
 from torch.nn import functional
+
+from tests.support import meters
+from tests.support.subject import checkpointable
 
 DIM = 8
 
@@ -62,7 +63,13 @@ class MaskedLayer(Layer):
 
     @checkpointable
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0, mode: str = "tanh", flip: bool = False
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        mode: str = "tanh",
+        flip: bool = False,
     ) -> torch.Tensor:
         meters.tick(self.label)
         h = self.linear(x)

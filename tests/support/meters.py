@@ -18,7 +18,7 @@ _logs: list[list[str]] = []
 
 
 def tick(name: str) -> None:
-    """Called by the test layers at the top of each forward. Kept outside the module, where it is no state of the layer."""
+    """Called by the test layers at the top of each forward. Kept outside the module: no state of the layer."""
     for counter in _counters:
         counter[name] += 1
     for log in _logs:
@@ -130,7 +130,12 @@ class ByteMeter(TorchDispatchMode):
 
 
 MATMULS = frozenset(
-    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+    }
 )
 
 

@@ -87,7 +87,7 @@ def assert_equal(expected: Any, actual: Any, what: str) -> None:
         for key in expected:
             assert_equal(expected[key], actual[key], f"{what} {key}")
     elif isinstance(expected, tuple):
-        assert isinstance(actual, tuple) and len(expected) == len(actual), f"{what}: {expected!r} but {actual!r}"
+        assert isinstance(actual, tuple) and len(expected) == len(actual), f"{what}: {expected!r} but {actual!r}"  # noqa: PT018
         for i, (one, other) in enumerate(zip(expected, actual, strict=True)):
             assert_equal(one, other, f"{what}[{i}]")
     else:

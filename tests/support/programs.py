@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
 from tests.support.layers import (
     DIM,
     BatchNormLayer,
@@ -22,9 +25,20 @@ from tests.support.layers import (
     TanhLayer,
     batch,
 )
-from tests.support.subject import PolicySpec, spec
-from torch import nn
-from torch.nn import functional
+from tests.support.subject import PolicySpec, checkpointable, spec
+
+
+class OuterLayer(Layer):
+    """A decorated layer made of decorated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(p=0.2), TanhLayer()
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(self.one(x) * 0.9)
+
 
 KINDS: dict[str, Callable[[], Layer]] = {
     "block": Block,
@@ -37,6 +51,7 @@ KINDS: dict[str, Callable[[], Layer]] = {
     "pair": PairLayer,
     "dict": DictLayer,
     "cross": CrossLayer,
+    "outer": OuterLayer,
 }
 
 GLUE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -135,7 +150,12 @@ class RandomModel(nn.Module):
         """One layer call with the arguments of its kind."""
         layer = self.layers[index]
         if isinstance(layer, MaskedLayer):
-            choices: list[dict[str, Any]] = [{}, {"mask": mask}, {"mask": mask * 2, "flip": True}, {"mask": other, "scale": 0.3}]
+            choices: list[dict[str, Any]] = [
+                {},
+                {"mask": mask},
+                {"mask": mask * 2, "flip": True},
+                {"mask": other, "scale": 0.3},
+            ]
             out: torch.Tensor = layer(x, **choices[side % 4])
         elif isinstance(layer, PairLayer):
             out = layer(x, [mask, other, x, x * 2][side % 4])[side % 2]
@@ -236,7 +256,7 @@ def programs(draw: st.DrawFn, *, max_calls: int = 14) -> RandomProgram:
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> PolicySpec:
+def policies(draw: st.DrawFn, *, nested: bool = False) -> PolicySpec:
     """Draws the arguments of a policy."""
     segment = st.one_of(st.integers(1, 6), st.sampled_from(["sqrt", "auto"]))
     kind = draw(st.sampled_from(["segment", "segment", "every", "levels", "log"]))
@@ -255,6 +275,6 @@ def policies(draw: st.DrawFn) -> PolicySpec:
         options["early_stop"] = False
     if draw(st.integers(0, 3)) == 0:
         options["determinism_check"] = draw(st.sampled_from(["values", "none"]))
-    if draw(st.integers(0, 4)) == 0:
+    if nested:
         options["nested"] = True
     return spec(**options)

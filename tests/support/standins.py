@@ -1,7 +1,8 @@
 """Two subjects with ckptdeco's surface that prove the oracle: nothing is checkpointed, or every layer by torch.
 
 Both ignore what the policy says beyond on and off. Select one with the environment variable
-CKPTDECO_TEST_ENGINE=none or =torch; the programs that fail under `torch` show where per-layer checkpointing by hand is inexact.
+CKPTDECO_TEST_ENGINE=none or =torch; the programs that fail
+under `torch` show where per-layer checkpointing by hand is inexact.
 """
 
 from __future__ import annotations

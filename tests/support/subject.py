@@ -1,4 +1,4 @@
-"""What is tested: `checkpointable` and `policy` of ckptdeco, or of a stand-in, and the policies every program runs under."""
+"""What is tested: `checkpointable` and `policy` of ckptdeco or of a stand-in, and the policies of every program."""
 
 from __future__ import annotations
 
