@@ -193,7 +193,7 @@ def test_kept_input_changed_in_place() -> None:
         loss.backward()
     text = str(caught.value)
     assert "modified by an inplace operation" in text
-    assert re.search(r"input 0 of layers\.0 \(Adds\.forward, test_recompute_errors\.py:\d+\)", text), text
+    assert re.search(r"input x of layers\.0 \(Adds\.forward, test_recompute_errors\.py:\d+\)", text), text
     assert text.count("Fix:") == 1
     assert isinstance(caught.value, RuntimeError)
 
