@@ -23,7 +23,7 @@ from ckptdeco.engine.pending import forget
 from ckptdeco.engine.record import PassLog, Record
 from ckptdeco.engine.running import running
 from ckptdeco.engine.torch_private import is_inside_torch_checkpoint, is_plain_autograd
-from ckptdeco.engine.tree import flatten
+from ckptdeco.engine.tree import tensors_in
 from ckptdeco.errors import PolicyError
 from ckptdeco.policy import Policy, Site
 from ckptdeco.schedule.actions import Action
@@ -270,9 +270,7 @@ def _decide(policy: Policy, site: Site, frame: Any) -> Action:
 
 
 def _stamp(result: Any, chain: Chain, position: int) -> list[Any]:
-    outputs: list[torch.Tensor] = []
-    flatten(result, outputs)
-    return stamp_outputs(outputs, None, chain, position, running.frame)
+    return stamp_outputs(tensors_in(result), None, chain, position, running.frame)
 
 
 def _run_unmatched(entry: context.Entry, body: _Body, inputs: Inputs, chain: Chain, upstream: Upstream) -> Any:
@@ -282,9 +280,7 @@ def _run_unmatched(entry: context.Entry, body: _Body, inputs: Inputs, chain: Cha
     result = body(*inputs.args, **inputs.kwargs)
     _stamp(result, chain, upstream.position)
     if not entry.n_matched:  # find out when the pass is over: its backward has begun
-        outputs: list[torch.Tensor] = []
-        flatten(result, outputs)
-        for output in outputs[:1]:
+        for output in tensors_in(result)[:1]:
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(partial(_note_backward, entry))
     return result

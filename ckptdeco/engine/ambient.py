@@ -5,32 +5,37 @@ Captured at forward and entered again around a recompute; where the state is the
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 
 import torch
 
 from ckptdeco.engine.rng import Devices
 
-__all__ = ["Ambient", "capture", "entered"]
+__all__ = ["Ambient", "capture", "enter"]
 
-Ambient = tuple[tuple[str, bool, torch.dtype], ...]  # per kind of device: its name, autocast enabled, autocast dtype
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def capture(devices: Devices) -> tuple[Ambient, bool]:
-    """Autocast of the CPU and of the kinds of `devices`, and whether its weight cache is on."""
-    states = [("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))]
-    for kind in {device.type for device in devices}:
-        states.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
-    return tuple(states), torch.is_autocast_cache_enabled()
+Ambient = tuple[tuple[str, torch.dtype, bool], ...]  # per kind of device with autocast on: name, dtype, weight cache
+_OFF: Ambient = ()
 
 
-def entered(state: tuple[Ambient, bool], devices: Devices) -> AbstractContextManager[object]:
-    """A context manager that makes the present state equal to `state`."""
-    if capture(devices) == state:
-        return _NOTHING
-    stack = ExitStack()
-    kinds, cache = state
-    for kind, enabled, dtype in kinds:
-        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
-    return stack
+def capture(devices: Devices) -> Ambient:
+    """Autocast of the CPU and of the kinds of `devices`."""
+    if not devices and not torch.is_autocast_enabled("cpu"):
+        return _OFF
+    kinds = dict.fromkeys(["cpu", *[device.type for device in devices]])
+    return tuple(
+        [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in kinds
+            if torch.is_autocast_enabled(kind)
+        ]
+    )
+
+
+def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:
+    """Make the present state equal to `state` until `stack` ends."""
+    on = {kind for kind, _, _ in state}
+    for kind in {"cpu", *[device.type for device in devices]} - on:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind, dtype, cache in state:
+        stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, recompute, rng
-from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs
+from ckptdeco.engine.dataflow import Chain, Upstream, has_custom_functions, stamp_outputs
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.kept import Kept, keep
 from ckptdeco.engine.layer import LayerInfo, Protection
@@ -27,8 +27,8 @@ from ckptdeco.engine.record import Record
 from ckptdeco.engine.rerun import Waiting, traced
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, is_parameter, unpack
-from ckptdeco.engine.state import Snapshot, buffer_values
-from ckptdeco.engine.tree import Template, flatten, path_of
+from ckptdeco.engine.state import Snapshot
+from ckptdeco.engine.tree import Template, flatten_arguments, path_of, tensors_in
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
@@ -48,11 +48,13 @@ class Inputs:
 
     __slots__ = ("args", "kwargs", "template", "tensors")
 
+    tensors: list[Tensor]
+    template: Template
+
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.tensors: list[Tensor] = []
-        self.template: Template = flatten([args, kwargs], self.tensors)
+        self.tensors, self.template = flatten_arguments(args, kwargs)
 
 
 class Reference:
@@ -79,9 +81,9 @@ class Call:
     """What is needed to run a layer call again. Frozen at forward; backward reads nothing else (R7)."""
 
     __slots__ = (
-        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "draws", "flags", "info", "is_checked",
+        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "has_references", "info", "is_checked",
         "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "size", "slots",
-        "snapshot", "sources", "template", "trace", "unpacked", "waiting",
+        "snapshot", "sources", "template", "trace", "unpacked", "waiting", "watch",
     )  # fmt: skip
 
     def __init__(self, body: Callable[..., Any], inputs: Inputs, info: LayerInfo, protection: Protection) -> None:
@@ -97,7 +99,7 @@ class Call:
         self.waiting: dict[int, Waiting] = {}  # by backward pass (R35)
         self.rebuilt: dict[int, dict[int, Tensor]] = {}  # inputs kept again during backward (levels)
         self.decisions: list[object] = []
-        self.draws: rng.Draws = ()  # the random number streams it drew from, as they were at entry
+        self.watch: rng.Watch | None = None  # the random number streams as they were at entry
         self.snapshot: Snapshot | None = None
         self.trace: list[str] | None = None
         self.unpacked = False  # a backward went through: no later call may refer to this one (R15)
@@ -159,44 +161,45 @@ def run(
     layer = info.layer()
     protection = info.protection((getattr(layer, "training", None), surroundings, len(tensors)))
     protection.n_calls += 1
-    check = options.determinism_check == "values" or (
-        options.determinism_check != "none" and protection.is_check_due()
-    )
+    is_due = protection.is_check_due() or options.determinism_check == "values"
+    check = is_due and options.determinism_check != "none"
 
     call = Call(body, inputs, info, protection)
     call.options, call.at_backward, call.position, call.record = options, at_backward, position, record
     call.devices, call.ambient = devices, surroundings
     _find_sources(call, tensors, upstream, action, limit, check, frame)
 
-    modules = None if info.tree is None or layer is None else info.tree.modules(layer)
-    if modules is not None:
-        call.snapshot = Snapshot(modules, protection.written_buffers)
-    before = buffer_values(modules) if check and modules is not None else None
-    versions = [t._version if not t.is_inference() else 0 for t in tensors]
-    watches_host = check or protection.draws_on_host
-    streams = rng.streams_of(devices, _generators(inputs, call.snapshot), watches_host)
-    entry_states = rng.capture(streams) if options.preserve_rng_state else None
+    tree = info.tree
+    before = None
+    if tree is not None and layer is not None:
+        call.snapshot = Snapshot(tree, layer, protection.written_buffers)
+        before = tree.buffer_values() if check and tree.has_buffers else None
+    versions = _versions(tensors)
+    if options.preserve_rng_state:
+        _watch_randomness(call, inputs, is_due or protection.draws_on_host, is_due)
 
     probe = _Probe()
     pack = probe.pack_checked if check else probe.pack
     call.is_checked = check
     running.frame = Frame(call.decisions, again=False)
     try:
-        with saved_tensors_hooks(pack, unpack), traced(call, options.debug):
-            result = body(*inputs.args, **inputs.kwargs)
+        with saved_tensors_hooks(pack, unpack):
+            if options.debug:
+                with traced(call):
+                    result = body(*inputs.args, **inputs.kwargs)
+            else:
+                result = body(*inputs.args, **inputs.kwargs)
     except BaseException:
         probe.keep_all()
         raise
     finally:
         running.frame = frame
 
-    if entry_states is not None:
-        call.draws = rng.moved(streams, entry_states)
-        if watches_host and any([rng.is_host(stream) for stream, _ in call.draws]):
+    if call.watch is not None:
+        call.watch.end()
+        if call.watch.drew_on_host():
             protection.draws_on_host = True
-    surprise = _learn(call, protection, tensors, versions, modules, before)
-    outputs: list[Tensor] = []
-    flatten(result, outputs)
+    surprise = _learn(call, protection, tensors, versions, before)
     n_dropped = 0
     shapes = tuple([t.shape for t in tensors])
     n_bytes = protection.sizes.get(shapes)
@@ -211,6 +214,9 @@ def run(
     record.log.note(call)
     if chain is None:  # the drop-in: its calls are in no chain
         return result
+    outputs = tensors_in(result)
+    if check and not protection.has_custom_functions:
+        protection.has_custom_functions = has_custom_functions(outputs, tensors)
     stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)
     if check and n_dropped:
         for stamp in stamps:
@@ -218,12 +224,23 @@ def run(
     return result
 
 
+def _watch_randomness(call: Call, inputs: Inputs, with_host: bool, is_exact: bool) -> None:
+    others = rng.other_streams(call.devices, _generators(inputs, call.snapshot), with_host)
+    call.watch = rng.Watch(others, is_exact)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [t._version if not t.is_inference() else 0 for t in tensors]
+
+
 def _generators(inputs: Inputs, snapshot: Snapshot | None) -> list[torch.Generator]:
     """Generators that the layer is given or holds."""
+    if len(inputs.args) == len(inputs.tensors) and (snapshot is None or not snapshot.has_unusual_attributes):
+        return []
     found = [value for value in (*inputs.args, *inputs.kwargs.values()) if isinstance(value, torch.Generator)]
     if snapshot is not None and snapshot.has_unusual_attributes:
         for attributes in snapshot.attributes:
-            found += [value for value in attributes.values() if isinstance(value, torch.Generator)]
+            found += [value for value in attributes if isinstance(value, torch.Generator)]
     return found
 
 
@@ -257,6 +274,7 @@ def _find_sources(
             if producer is not None:
                 producer.kept_outputs[stamp.index] = kept
         call.sources.append(kept)
+    call.has_references = bool(candidates)
 
 
 def _references(
@@ -296,21 +314,20 @@ def _learn(
     protection: Protection,
     tensors: list[Tensor],
     versions: list[int],
-    modules: list[nn.Module] | None,
     before: dict[Any, Any] | None,
 ) -> str:
     """What the call did that it was not protected from; "" if nothing. The next call is protected (R19)."""
     surprise = ""
-    mutated = {
-        i for i, (t, v) in enumerate(zip(tensors, versions, strict=True)) if not t.is_inference() and t._version != v
-    }
-    if not mutated <= protection.mutated_inputs:
-        protection.mutated_inputs |= mutated
-        surprise = "it changed an input in place"
-    if call.snapshot is not None and modules is not None:
+    if versions != _versions(tensors):
+        mutated = {i for i, (a, b) in enumerate(zip(versions, _versions(tensors), strict=True)) if a != b}
+        if not mutated <= protection.mutated_inputs:
+            protection.mutated_inputs |= mutated
+            surprise = "it changed an input in place"
+    tree = call.info.tree
+    if call.snapshot is not None and tree is not None and tree.has_buffers:
         written = call.snapshot.written_buffers()
         if before is not None:
-            after = buffer_values(modules)
+            after = tree.buffer_values()
             written |= {key for key in after if before.get(key) != after[key]}
         if not written <= protection.written_buffers:
             protection.written_buffers |= written
@@ -348,6 +365,7 @@ class _Probe:
         """Drop what can be recomputed, and note per slot what was decided (R22)."""
         slots = call.slots
         n_dropped = 0
+        reference = weakref.ref
         for index, saved in enumerate(self.saved):
             value: Any = saved.value
             if is_parameter(value):  # alive anyway, with its version (R8)
@@ -355,8 +373,14 @@ class _Probe:
                     saved.value = value.detach()
                 slots.append(None)
                 continue
-            saved.drop(call, index, self._values(index, value, call.protection) if self.values else None)
-            slots.append(weakref.ref(saved))
+            saved.value = None
+            saved.call = call
+            saved.index = index
+            saved.meta = value.shape, value.dtype, value.device
+            saved.is_modified = value._version != saved.version  # backward must say so, as without us (R21)
+            if self.values:
+                saved.values = self._values(index, value, call.protection)
+            slots.append(reference(saved))
             n_dropped += 1
         self.saved = []
         return n_dropped

@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ckptdeco.engine.kept import geometry
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.kept import Kept
 
-__all__ = ["Chain", "Stamp", "Upstream", "recognise", "stamp_outputs", "trace_inputs"]
+__all__ = ["Chain", "Stamp", "Upstream", "has_custom_functions", "recognise", "stamp_outputs", "trace_inputs"]
 
 _KEY = "ckptdeco"
 _MAX_NODES = 48  # how far upstream a call looks for its predecessor (R36)
@@ -57,6 +58,8 @@ class Stamp:
         """Whether `tensor` is this output, unchanged."""
         if self.geometry is None:
             return self.tensor() is tensor
+        if self.tensor() is tensor:
+            return bool(self.geometry[0] == tensor._version and self.geometry[1] == tensor.data_ptr())
         return self.geometry == _geometry_or_none(tensor)
 
 
@@ -170,6 +173,20 @@ def _search(node: Any, frame: Any) -> Stamp | None:
                 if _is_of(stamp, frame) and (best is None or stamp.position > best.position):
                     best = stamp
     return best
+
+
+def has_custom_functions(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
+    """Whether an autograd Function written in Python lies between the inputs and outputs of a layer call."""
+    ends = {tensor.grad_fn for tensor in inputs}
+    queue = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(queue) | ends
+    for node in queue:
+        if isinstance(node, BackwardCFunction):
+            return True
+        below = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(below)
+        queue += below
+    return False
 
 
 def _describe(node: Any, stamp: Stamp) -> str:

@@ -1,8 +1,9 @@
 """Kept tensors: boundaries and side inputs, held through autograd's own saved-tensor mechanism (R3, R27, R29).
 
-A kept tensor is saved by a tiny autograd Function, so that autograd checks its version when it is asked for again and
-the user's own saved-tensor hooks (`save_on_cpu`) see it. What is saved is a detached alias: it shares storage and
-version counter with the tensor, but leads to no graph, so keeping it can close no reference cycle.
+A kept tensor is treated as autograd treats one that it saves: its version is checked when it is asked for again, and
+the user's own saved-tensor hooks (`save_on_cpu`) see it, for which a tiny autograd Function saves it; without hooks
+that would only cost time. What is held is a detached alias: it shares storage and version counter with the tensor,
+but leads to no graph, so keeping it can close no reference cycle.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptdeco.engine.torch_private import is_inside_torch_checkpoint
+from ckptdeco.engine.running import Frame
+from ckptdeco.engine.torch_private import has_saved_tensor_hooks, is_inside_torch_checkpoint
 
 __all__ = ["Kept", "geometry", "keep"]
 
@@ -41,7 +43,7 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.source = weakref.ref(tensor)
-        is_alive_anyway = isinstance(tensor, torch.nn.Parameter)
+        is_alive_anyway = type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
         self.n_bytes = tensor.nbytes if tensor.layout is torch.strided and not is_alive_anyway else 0
         self.is_counted = False
         self.tensor: Tensor | None = None
@@ -51,18 +53,24 @@ class Kept:
             self.version = 0
             return
         self.version = tensor._version
-        is_constant = tensor.grad_fn is None and tensor.requires_grad  # a parameter: may be held as it is
-        self.node = _Keep.apply(_ANCHOR, tensor if is_constant else tensor.detach()).grad_fn
+        # A leaf that requires grad (a parameter) leads to no graph and may be held as it is.
+        value = tensor if tensor.grad_fn is None and tensor.requires_grad else tensor.detach()
+        if has_saved_tensor_hooks():
+            self.node = _Keep.apply(_ANCHOR, value).grad_fn
+        else:
+            self.tensor = value
 
     def get(self) -> Tensor:
         """The tensor again; the object itself if it is a leaf that is still alive.
 
         Raises:
-            RuntimeError: from autograd, when it was changed in place since.
+            RuntimeError: it was changed in place since.
         """
-        if self.tensor is not None:
-            return self.tensor
-        (alias,) = self.node.saved_tensors
+        alias = self.tensor
+        if alias is None:
+            (alias,) = self.node.saved_tensors
+        elif not alias.is_inference() and alias._version != self.version:
+            raise RuntimeError(f"is at version {alias._version}; expected version {self.version}")
         source = self.source()
         if source is not None and source.grad_fn is None and source._version == self.version:
             return source
@@ -74,7 +82,6 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
     return (
         tensor._version,
         tensor.data_ptr(),
-        tensor.storage_offset(),
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
@@ -89,12 +96,12 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
 _kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
 
 
-def keep(tensor: Tensor, frame: object) -> Kept:
+def keep(tensor: Tensor, frame: Frame | None) -> Kept:
     """Keep `tensor`, or return what keeps it already. `frame` keeps nested calls apart: their kept inputs are saved
     tensors of the call around them, so each run of that call must keep the same ones."""
-    if tensor.is_inference() or is_inside_torch_checkpoint():
-        return Kept(tensor)
-    key = (id(tensor), id(frame), tensor._version)
+    if tensor.grad_fn is not None or tensor.is_inference() or is_inside_torch_checkpoint():
+        return Kept(tensor)  # what a layer returned is found by its stamp
+    key = (id(tensor), -1 if frame is None else frame.number, tensor._version)
     known = _kept.get(key)
     if known is not None and known.source() is tensor:
         return known

@@ -26,13 +26,14 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 class Protection:
     """What calls of one kind did, and hence what the next call is protected from."""
 
-    __slots__ = ("boundary_inputs", "draws_on_host", "is_stop_safe", "mutated_inputs", "n_calls", "sizes", "written_buffers")
+    __slots__ = ("boundary_inputs", "draws_on_host", "has_custom_functions", "is_stop_safe", "mutated_inputs", "n_calls", "sizes", "written_buffers")
 
     def __init__(self) -> None:
         self.n_calls = 0
         self.mutated_inputs: frozenset[int] = frozenset()  # inputs changed in place: cloned first
         self.written_buffers: frozenset[BufferKey] = frozenset()  # buffers written: cloned first
         self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
+        self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
         self.draws_on_host = False  # from Python's or NumPy's generator
         self.is_stop_safe = True  # early stop gives right values (R20)
         self.sizes: dict[Hashable, int] = {}  # bytes that a call saves, by the shapes of its inputs

@@ -18,7 +18,7 @@ from ckptdeco.engine.kept import Kept
 from ckptdeco.engine.rerun import Waiting, run_again, tensor_mismatch
 from ckptdeco.engine.saved import Saved, modified
 from ckptdeco.engine.torch_private import graph_task_id
-from ckptdeco.errors import InputModifiedError, RandomnessError, RecomputeError
+from ckptdeco.errors import CheckpointError, InputModifiedError, RecomputeError
 from ckptdeco.schedule.actions import Action
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def serve(call: Call, saved: Saved) -> Tensor:
     if waiting is not None:
         found = waiting.get(saved.index) if waiting.is_read_again else waiting.pop(saved.index, None)
     if found is None:
-        was_read = saved.task == task and task != -1
+        was_read = task != -1 and getattr(saved, "task", None) == task
         if was_read and (alive := saved.handed_out()) is not None:
             return alive
         waiting = _recompute(call, task)
@@ -50,7 +50,10 @@ def serve(call: Call, saved: Saved) -> Tensor:
     value, version = found
     if value._version != version:
         raise modified(saved)
-    return saved.hand_out(value, task)
+    saved.task = task
+    if call.protection.has_custom_functions:
+        saved.remember(value)
+    return value
 
 
 def _adopt_leftover(call: Call, task: int) -> Waiting | None:
@@ -67,10 +70,8 @@ def _recompute(target: Call, task: int) -> Waiting:
     pending.drop_leftover()
     target.record.log.is_over = True
     values: _Values = {}
-    order = _walk(target, task, values)
-    drawn = {id(stream): stream for call in order for stream, _ in call.draws}
-    streams = tuple(drawn.values()) or rng.torch_streams(target.devices)
-    before = rng.capture(streams) if target.options.preserve_rng_state else None
+    order = _walk(target, task, values) if target.has_references else [target]
+    before = _read_streams(order)
     try:
         result = _run_walk(target, task, order, values)
     except BaseException:
@@ -79,8 +80,7 @@ def _recompute(target: Call, task: int) -> Waiting:
             call.rebuilt.pop(task, None)
         raise
     finally:
-        if before is not None:
-            _settle_rng(streams, before, order, is_drawing=bool(drawn))
+        rng.restore(before)
     target.rebuilt.pop(task, None)  # calls are needed from the last to the first: nobody starts here again
     if task != -1:
         target.waiting[task] = result
@@ -94,6 +94,11 @@ def _recompute(target: Call, task: int) -> Waiting:
 
 def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Waiting:
     """Run the calls of a walk in order."""
+    if len(order) == 1 and not values:  # the common case: the target's own inputs are kept
+        target.unpacked = True
+        result = Waiting()
+        run_again(target, _inputs(target, task, values, {}), result, is_target=True)
+        return result
     uses: dict[tuple[int, int], int] = {}
     for call in order:
         call.unpacked = True
@@ -122,12 +127,13 @@ def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Wa
     return result
 
 
-def _settle_rng(streams: tuple[rng.Stream, ...], before: list[Any], order: list[Call], is_drawing: bool) -> None:
-    """Leave the streams as they were; they must not have moved unless a call drew in forward, too (R19)."""
-    draws = tuple(zip(streams, before, strict=True)) if is_drawing else rng.moved(streams, before)
-    rng.restore(draws)
-    if draws and not is_drawing:
-        raise RandomnessError(" … ".join(dict.fromkeys((order[0].info.label, order[-1].info.label))))
+def _read_streams(order: list[Call]) -> rng.Draws:
+    """The present states of all streams that the calls of a walk may draw from."""
+    streams: dict[int, rng.Stream] = {}
+    for call in order:
+        if call.watch is not None:
+            streams.update(call.watch.streams())
+    return rng.capture(streams.values()) if streams else ()
 
 
 def _open_references(call: Call, task: int) -> list[Any]:
@@ -192,6 +198,8 @@ def _inputs(call: Call, task: int, values: _Values, uses: dict[tuple[int, int], 
         if type(source) is Kept:
             try:
                 inputs.append(source.get())
+            except CheckpointError:  # of the call around this one, whose saved tensor the input is
+                raise
             except RuntimeError as error:
                 raise InputModifiedError(
                     call.info.label,

@@ -7,27 +7,32 @@ saved tensors are collected or let go at once.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckptdeco.engine import ambient, rng
+from ckptdeco.engine import ambient
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.trace import Trace, first_difference
-from ckptdeco.engine.tree import flatten, rebuild
-from ckptdeco.errors import ParameterModifiedError, SavedTensorMismatch, StaleGraphError, TensorMeta, ValueMismatch
+from ckptdeco.engine.tree import rebuild_arguments, tensors_in
+from ckptdeco.errors import (
+    ParameterModifiedError,
+    RandomnessError,
+    SavedTensorMismatch,
+    StaleGraphError,
+    TensorMeta,
+    ValueMismatch,
+)
 
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.saved import Saved
 
 __all__ = ["Waiting", "run_again", "tensor_mismatch", "traced"]
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Waiting(dict[int, tuple[Tensor, int]]):
@@ -64,10 +69,8 @@ class _Own(torch.autograd.Function):
         return grad
 
 
-def traced(call: Call, debug: bool) -> AbstractContextManager[object]:
-    """Record the operators of a forward when `debug` asks for it."""
-    if not debug:
-        return _NOTHING
+def traced(call: Call) -> Trace:
+    """Record the operators of a forward (`debug=True`)."""
     trace = Trace()
     call.trace = trace.operators
     return trace
@@ -96,16 +99,15 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
                 f"parameter or buffer {name}",
                 "call backward before optimizer.step(), or before anything else that writes to the weights.",
             )
-    surroundings = ambient.entered(call.ambient, call.devices)
+    surroundings = _surroundings(call, run)
     leave_state = None if snapshot is None else snapshot.put_back()
     outer = running.frame, running.recomputing
     try:
-        if call.draws:
-            rng.restore(call.draws)
+        if call.watch is not None:
+            call.watch.set_back()
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
-        tracing = _NOTHING if call.trace is None else run.tracing()
-        with torch.enable_grad(), surroundings, saved_tensors_hooks(run.pack, run.unpack), tracing:
-            args, kwargs = rebuild(call.template, _prepare(call, inputs))
+        with surroundings, saved_tensors_hooks(run.pack, run.unpack):
+            args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
             result = call.body(*args, **kwargs)
     except _Stop:
         result = None
@@ -115,10 +117,22 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         if leave_state is not None:
             leave_state()
     run.verify()
-    outputs: list[Tensor] = []
-    if not run.stopped:
-        flatten(result, outputs)
-    return outputs
+    if call.watch is not None and call.watch.is_broken():
+        raise RandomnessError(call.info.label)
+    return [] if run.stopped else tensors_in(result)
+
+
+def _surroundings(call: Call, run: _Rerun) -> AbstractContextManager[object]:
+    """Grad mode, autocast and the tracing of operators for a run."""
+    grad = torch.enable_grad()
+    if call.trace is None and ambient.capture(call.devices) == call.ambient:
+        return grad
+    stack = ExitStack()
+    stack.enter_context(grad)
+    ambient.enter(stack, call.ambient, call.devices)
+    if call.trace is not None:
+        stack.enter_context(run.tracing())
+    return stack
 
 
 def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
@@ -213,7 +227,7 @@ class _Rerun:
         for index, (value, _) in waiting.items():
             slot = self.slots[index]
             saved = None if slot is None else slot()
-            if saved is not None and saved.values is not None and fingerprint(value) != saved.values:
+            if saved is not None and fingerprint(value) != saved.values:
                 raise ValueMismatch(call.info.label, f"saved tensor {index} ({TensorMeta.of(value)})")
         if call.options.determinism_check != "values":
             call.is_checked = False  # verified once (R12)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 __all__ = ["Frame", "is_recomputing", "running"]
+
+
+_numbers = itertools.count()
 
 
 class Frame:
     """One run of a layer call's forward, first or again. Layer calls nested in it get their decisions recorded and,
     in a recompute, given again, so that both runs save the same tensors (R22)."""
 
-    __slots__ = ("__weakref__", "again", "decisions", "n_nested")
+    __slots__ = ("__weakref__", "again", "decisions", "n_nested", "number")
 
     def __init__(self, decisions: list[object], again: bool) -> None:
+        self.number = next(_numbers)  # tells frames apart, where an address may be used again
         self.decisions = decisions
         self.again = again
         self.n_nested = 0

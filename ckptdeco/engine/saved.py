@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Saved", "is_parameter", "modified", "unpack"]
 
-NEVER = -2  # no backward pass has this id
-
 
 class Saved:
     """One saved tensor of a layer call. While the call runs, and if the call is stored, it holds the tensor; once
@@ -25,57 +23,39 @@ class Saved:
     __slots__ = ("__weakref__", "call", "handed", "index", "is_modified", "meta", "task", "value", "values", "version")
 
     value: Tensor | None
-    call: Call  # this and what follows is set when the tensor is dropped
+    call: Call  # this and the next three are set when the tensor is dropped
     index: int  # among the tensors that the call saved
     meta: tuple[Any, ...]  # shape, dtype, device
     is_modified: bool  # changed in place after it was saved, within the call
-    values: int | None  # fingerprint, if this call is checked by value (R12)
-    handed: tuple[Any, ...] | None  # what was handed out last (R31): its storage, weakly, and its place there,
-    task: int  # and in which backward pass
+    values: int | None  # fingerprint; set if the call is checked by value (R12)
+    task: int  # the backward pass that it was handed out in last; set then
+    handed: tuple[Any, ...]  # what was handed out (R31): its storage, weakly, and its place there
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.version = value._version
 
-    def drop(self, call: Call, index: int, values: int | None) -> None:
-        """Let go of the tensor; it can be had back from `call`."""
-        value: Any = self.value
-        self.value = None
-        self.call = call
-        self.index = index
-        self.meta = (value.shape, value.dtype, value.device)
-        self.is_modified = value._version != self.version  # backward must say so, as it would without us (R21)
-        self.values = values
-        self.handed = None
-        self.task = NEVER
-
-
-    def hand_out(self, value: Tensor, task: int) -> Tensor:
-        """Give a recomputed tensor to autograd, and remember it weakly: autograd wraps it in another object, so it is
-        the storage that tells how long it lives."""
-        self.task = task
-        if type(value) is Tensor and value.layout is torch.strided:
-            storage = weakref.ref(value.untyped_storage())
-            self.handed = storage, value.storage_offset(), value.stride(), value.is_conj() or value.is_neg()
-        return value
+    def remember(self, value: Tensor) -> None:
+        """Remember weakly what is handed out; autograd wraps it in another object, so its storage tells how long it
+        lives."""
+        if type(value) is Tensor and value.layout is torch.strided and not (value.is_conj() or value.is_neg()):
+            self.handed = weakref.ref(value.untyped_storage()), value.storage_offset(), value.stride()
 
     def handed_out(self) -> Tensor | None:
-        """What was handed out last, if it is still alive."""
-        if self.handed is None:
-            return None
-        storage, offset, stride, is_lazy = self.handed
-        alive = storage()
-        if alive is None or is_lazy:
+        """What was handed out last, if it is remembered and still alive."""
+        handed = getattr(self, "handed", None)
+        storage = None if handed is None else handed[0]()
+        if handed is None or storage is None:
             return None
         shape, dtype, device = self.meta
-        return torch.empty(0, dtype=dtype, device=device).set_(alive, offset, shape, stride)
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, handed[1], shape, handed[2])
 
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether it is a parameter, or a view of one such as `weight.t()`: alive anyway, hence kept as it is (R8)."""
-    if isinstance(tensor, nn.Parameter):
-        return True
-    return tensor._is_view() and isinstance(tensor._base, nn.Parameter)
+    if type(tensor) is Tensor:  # asking isinstance(…, Parameter) is slow: it is Python of torch's
+        return tensor._is_view() and isinstance(tensor._base, nn.Parameter)
+    return isinstance(tensor, nn.Parameter)
 
 
 def unpack(saved: Saved) -> Tensor:

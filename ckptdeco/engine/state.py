@@ -3,6 +3,9 @@
 Forward and recompute must read the same flags, parameters, buffers and attributes, whatever the program did to the
 module in between. A `Snapshot` holds, per module, its attribute values by identity; per parameter and buffer, the
 entry itself with its version, address and `requires_grad`. Buffers that the layer is known to write are cloned.
+
+This runs at each call of each layer, and its cost is that of touching memory: it reads only the attributes that a
+class adds to `nn.Module`, and whole columns with `map` rather than one value after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -20,20 +23,25 @@ from torch import Tensor, nn
 
 from ckptdeco.engine.fingerprint import fingerprint
 
-__all__ = ["BufferKey", "ModuleTree", "Snapshot", "buffer_values"]
+__all__ = ["BufferKey", "ModuleTree", "Snapshot"]
 
 BufferKey = tuple[int, str]  # identity of a module's buffer dictionary, name
-_Entry = tuple[dict[str, Any], str, Tensor, int, int, bool]  # owner dict, name, tensor, version, address, requires_grad
+_Undo = list[Callable[[], Any]]
 
 # Types of attribute values that lead to no graph: the common ones, so that most layers need no closer look.
 _GRAPHLESS = frozenset({bool, int, float, str, type(None), tuple, dict, OrderedDict, set, torch.dtype, torch.device})
+_BASE = frozenset(nn.Module().__dict__) - {"training"}  # attributes that every module has: dictionaries, seen by content
+_version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
+_children = attrgetter("_modules")
+_dict = attrgetter("__dict__")
 
 
 class ModuleTree:
-    """The modules of one layer, found once, and again when a child was added or replaced. Holds them weakly: it lives
-    in a register that must not keep a model alive."""
+    """The modules of one layer and where their state is, found once, and again when it changed shape. Holds modules
+    weakly: it lives in a register that must not keep a model alive."""
 
-    __slots__ = ("_children", "_modules")
+    __slots__ = ("_children", "_modules", "_sizes", "getters", "has_buffers", "keys", "own_code", "owners")
 
     def __init__(self, root: nn.Module) -> None:
         self._find(root)
@@ -42,87 +50,119 @@ class ModuleTree:
         modules = list(root.modules())
         self._modules = [weakref.ref(module) for module in modules]
         self._children = _children_of(modules)
+        self._sizes = [*map(len, map(_dict, modules))]
+        self.keys = [[key for key in module.__dict__ if key not in _BASE] for module in modules]
+        self.getters = [itemgetter(*keys, "training") for keys in self.keys]  # two keys at least: gives a tuple
+        # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
+        self.own_code = [i for i, m in enumerate(modules) if not type(m).__module__.startswith("torch.nn.modules.")]
+        self.owners: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
+        self.has_buffers = any([module._buffers for module in modules])
         return modules
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         """The root and all modules below it."""
         modules: list[Any] = [module() for module in self._modules]
-        if None in modules or _children_of(modules) != self._children:
-            return self._find(root)
-        return modules
+        try:
+            if _children_of(modules) == self._children and [*map(len, map(_dict, modules))] == self._sizes:
+                return modules
+        except AttributeError:  # a child is gone
+            pass
+        return self._find(root)
+
+    def buffer_values(self) -> dict[BufferKey, int | None]:
+        """Fingerprints of all buffers: kernels (batch_norm) write them without a new version."""
+        return {
+            (id(owner), name): fingerprint(tensor)
+            for owner in self.owners
+            for name, tensor in owner.items()
+            if tensor is not None and not isinstance(tensor, nn.Parameter)
+        }
 
 
 def _children_of(modules: list[nn.Module]) -> list[int]:
-    return [*map(id, chain.from_iterable([module._modules.values() for module in modules]))]
+    return [*map(id, _values(map(_children, modules)))]
 
 
-def buffer_values(modules: list[nn.Module]) -> dict[BufferKey, int | None]:
-    """Fingerprints of all buffers: kernels (batch_norm) write them without a new version."""
-    return {
-        (id(module._buffers), name): fingerprint(buffer)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
+def _values(dictionaries: Any) -> Any:
+    return chain.from_iterable(map(dict.values, dictionaries))
 
 
-def _entries_of(modules: list[nn.Module]) -> list[_Entry]:
-    """Every parameter and buffer with what tells whether it was changed."""
-    entries: list[_Entry] = []
-    for module in modules:
-        for owner in (module._parameters, module._buffers):
-            for name, tensor in owner.items():
-                if tensor is not None:
-                    entries.append((owner, name, tensor, tensor._version, _address(tensor), tensor.requires_grad))
-    return entries
+def _tensors_of(owners: list[dict[str, Any]]) -> list[Tensor]:
+    return [tensor for tensor in _values(owners) if tensor is not None]
 
 
-def _address(tensor: Tensor) -> int:
+def _addresses(tensors: list[Tensor]) -> list[int]:
     try:
-        return tensor.data_ptr()
+        return [*map(Tensor.data_ptr, tensors)]
     except RuntimeError:  # tensors without storage of their own
-        return 0
+        return [0] * len(tensors)
+
+
+def _attributes(getters: list[Any], modules: list[nn.Module]) -> list[tuple[Any, ...]]:
+    return [getter(module.__dict__) for getter, module in zip(getters, modules, strict=True)]
 
 
 class Snapshot:
     """State of a module tree at entry of one layer call."""
 
-    __slots__ = ("attributes", "clones", "entries", "has_unusual_attributes", "modules")
+    __slots__ = (
+        "addresses", "attributes", "clones", "flags", "getters", "has_unusual_attributes", "keys", "modules",
+        "own_code", "owners", "tensors", "versions",
+    )  # fmt: skip
 
-    def __init__(self, modules: list[nn.Module], written: frozenset[BufferKey]) -> None:
-        self.modules = modules
-        self.attributes = [module.__dict__.copy() for module in modules]
-        values = chain.from_iterable([attributes.values() for attributes in self.attributes])
-        self.has_unusual_attributes = not _GRAPHLESS.issuperset(map(type, values))
+    def __init__(self, tree: ModuleTree, root: nn.Module, written: frozenset[BufferKey]) -> None:
+        self.modules = modules = tree.modules(root)
+        self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
+        self.attributes = _attributes(tree.getters, modules)
+        own = chain.from_iterable([self.attributes[i] for i in tree.own_code])
+        self.has_unusual_attributes = not _GRAPHLESS.issuperset(map(type, own))
         if self.has_unusual_attributes:
-            self.attributes = [_without_graphs(attributes) for attributes in self.attributes]
-        self.entries = _entries_of(modules)
+            self.attributes = [*map(_without_graphs, self.attributes)]
+        self.tensors = _tensors_of(tree.owners)
+        self.versions = [*map(_version, self.tensors)]
+        self.addresses = _addresses(self.tensors)
+        self.flags = [*map(_requires_grad, self.tensors)]
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []
         if written:
-            with torch.no_grad():
-                self.clones = [
-                    (owner, name, tensor.clone())
-                    for owner, name, tensor, *_ in self.entries
-                    if (id(owner), name) in written
-                ]
+            self.clones = [
+                (owner, name, tensor.detach().clone())
+                for owner, name, tensor in self._places()
+                if (id(owner), name) in written
+            ]
+
+    def _places(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Where each tensor stood at entry: the owner's dictionary and the name."""
+        names = [(owner, name) for owner in self.owners for name, tensor in owner.items() if tensor is not None]
+        if len(names) != len(self.tensors):  # an entry became None or was added meanwhile: by what is still there
+            here = {id(tensor): (owner, name) for owner in self.owners for name, tensor in owner.items()}
+            names = [here.get(id(tensor), ({}, "a parameter")) for tensor in self.tensors]
+        return [(owner, name, tensor) for (owner, name), tensor in zip(names, self.tensors, strict=True)]
+
+    def _holds_the_same(self) -> bool:
+        """Whether every owner holds the very tensors of entry."""
+        now = _tensors_of(self.owners)
+        return len(now) == len(self.tensors) and all(map(is_, now, self.tensors))
 
     def written_buffers(self) -> set[BufferKey]:
         """The buffers that were replaced or written since entry, as far as their versions tell, and their siblings:
         a kernel that writes several may count a version for one only (batch_norm)."""
-        owners = set()
-        for owner, name, tensor, version, _, _ in self.entries:
+        if self.versions == [*map(_version, self.tensors)] and self._holds_the_same():
+            return set()
+        changed = set()
+        for (owner, name, tensor), version in zip(self._places(), self.versions, strict=True):
             if (tensor._version != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
-                owners.add(id(owner))
-        if not owners:
-            return owners
-        return {(id(owner), name) for owner, name, *_ in self.entries if id(owner) in owners}
+                changed.add(id(owner))
+        return {(id(owner), name) for owner, name, _ in self._places() if id(owner) in changed}
 
     def changed_parameter(self) -> str | None:
         """Name of a parameter or buffer that no longer holds the values forward read, or None."""
-        for owner, name, tensor, version, address, _ in self.entries:
-            if tensor._version != version or _address(tensor) != address:
-                if any(owner is cloned and name == other for cloned, other, _ in self.clones):
-                    continue
+        versions, addresses = [*map(_version, self.tensors)], _addresses(self.tensors)
+        if versions == self.versions and addresses == self.addresses:
+            return None
+        cloned = {(id(owner), name) for owner, name, _ in self.clones}
+        was = zip(self._places(), self.versions, self.addresses, versions, addresses, strict=True)
+        for (owner, name, _), version, address, version_now, address_now in was:
+            if (version_now != version or address_now != address) and (id(owner), name) not in cloned:
                 return self._qualified(owner, name)
         return None
 
@@ -137,51 +177,66 @@ class Snapshot:
 
         The recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
-        present = [module.__dict__ for module in self.modules]
-        before = self.attributes
-        if not _are_same(present, before):
-            before = [attributes.copy() for attributes in present]
-            for now, entry in zip(present, self.attributes, strict=True):
-                _replace(now, entry)
-        undo: list[Callable[[], Any]] = []
-        for owner, name, tensor, _, _, requires_grad in self.entries:
-            if owner.get(name) is not tensor:
-                undo.append(partial(owner.__setitem__, name, owner.get(name)))
-                owner[name] = tensor
-            if tensor.requires_grad != requires_grad and tensor.is_leaf:
-                undo.append(partial(tensor.requires_grad_, tensor.requires_grad))
-                tensor.requires_grad_(requires_grad)
+        undo: _Undo = []
+        watched: Any = self.own_code  # where the recompute itself may change attributes
+        if not self._has_same_attributes(range(len(self.modules))):
+            watched = range(len(self.modules))
+            for i in watched:
+                undo.append(partial(_assign, self.modules[i], _own_attributes(self.modules[i])))
+                _assign(self.modules[i], self._entry(i))
+        if not self._holds_the_same():
+            for owner, name, tensor in self._places():
+                if owner.get(name) is not tensor:
+                    undo.append(partial(owner.__setitem__, name, owner.get(name)))
+                    owner[name] = tensor
+        if self.flags != [*map(_requires_grad, self.tensors)]:
+            for tensor, flag in zip(self.tensors, self.flags, strict=True):
+                if tensor.requires_grad != flag and tensor.is_leaf:
+                    undo.append(partial(tensor.requires_grad_, tensor.requires_grad))
+                    tensor.requires_grad_(flag)
         for owner, name, value in self.clones:
             undo.append(partial(owner.__setitem__, name, owner.get(name)))
             owner[name] = value.clone()
-        return partial(_leave, present, before, undo)
+        return partial(self._leave, watched, undo)
+
+    def _leave(self, watched: Any, undo: _Undo) -> None:
+        if not self._has_same_attributes(watched):
+            for i in watched:
+                _assign(self.modules[i], self._entry(i))
+        for action in reversed(undo):
+            action()
+
+    def _entry(self, i: int) -> dict[str, Any]:
+        return dict(zip(self.keys[i], self.attributes[i], strict=False))
+
+    def _has_same_attributes(self, which: Any) -> bool:
+        try:
+            for i in which:
+                values = self.modules[i].__dict__
+                entry = self.attributes[i]
+                if len(values) != len(_BASE) + len(entry) - 1 or not all(map(is_, self.getters[i](values), entry)):
+                    return False
+        except KeyError:  # an attribute is gone
+            return False
+        return True
 
 
-def _leave(present: list[dict[str, Any]], before: list[dict[str, Any]], undo: list[Callable[[], Any]]) -> None:
-    for action in reversed(undo):
-        action()
-    if not _are_same(present, before):
-        for now, attributes in zip(present, before, strict=True):
-            _replace(now, attributes)
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in module.__dict__.items() if key not in _BASE}
 
 
-def _are_same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
-    """Whether two lists of attribute dictionaries hold the very same values."""
-    return [*map(len, a)] == [*map(len, b)] and all(
-        map(is_, chain.from_iterable([x.values() for x in a]), chain.from_iterable([x.values() for x in b]))
+def _assign(module: nn.Module, values: dict[str, Any]) -> None:
+    """Make the module have exactly these attributes, besides those of every module."""
+    attributes = module.__dict__
+    for key in [key for key in attributes if key not in _BASE and key not in values]:
+        del attributes[key]
+    for key, value in values.items():
+        if key not in attributes or attributes[key] is not value:
+            attributes[key] = value
+
+
+def _without_graphs(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Values that do not keep the graph of a tensor that a layer stored on itself (it may lead to earlier calls)."""
+    return tuple(
+        [v.detach().requires_grad_() if isinstance(v, Tensor) and v.grad_fn is not None else v for v in values]
     )
-
-
-def _without_graphs(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy that does not keep the graph of a tensor that a layer stored on itself (it may lead to earlier calls)."""
-    return {
-        name: value.detach().requires_grad_() if isinstance(value, Tensor) and value.grad_fn is not None else value
-        for name, value in attributes.items()
-    }
-
-
-def _replace(target: dict[str, Any], values: dict[str, Any]) -> None:
-    """Make `target` hold exactly `values`, touching it only where it differs."""
-    if not _are_same([target], [values]):
-        target.clear()
-        target.update(values)

@@ -16,6 +16,7 @@ __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
     "graph_task_id",
+    "has_saved_tensor_hooks",
     "is_inside_torch_checkpoint",
     "is_plain_autograd",
     "unseen_by_modes",
@@ -30,20 +31,27 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+_functorch_level = torch._C._functorch.maybe_current_level
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def is_plain_autograd() -> bool:
     """False where saved-tensor hooks do not work or the tensors are not what they seem: inside `torch.func` transforms,
     at a forward-AD level, with hooks disabled, and while tracing (R32)."""
     return (
-        torch._C._autograd._saved_tensors_hooks_is_enabled()
-        and torch._C._functorch.maybe_current_level() is None
-        and forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
+        _hooks_enabled() and _functorch_level() is None and forward_ad._current_level < 0 and not torch._C._is_tracing()
     )
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether saved-tensor hooks of somebody are active on this thread."""
+    return _top_hooks(False) is not None
 
 
 def is_inside_torch_checkpoint() -> bool:
     """Whether `torch.utils.checkpoint` runs a region of its own on this thread, for the first time or again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _top_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 

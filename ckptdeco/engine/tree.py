@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Template", "flatten", "path_of", "rebuild"]
+__all__ = ["Template", "flatten_arguments", "path_of", "rebuild_arguments", "tensors_in"]
 
 _MAX_DEPTH = 16  # deeper nesting (or a cycle) is passed on as it is
+_ONLY_TENSORS = {Tensor}
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None), complex})
 
 
@@ -28,6 +29,15 @@ class _Leaf:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class _Flat:
+    """Arguments that are all tensors, given by position: the common case needs no tree."""
+
+    __slots__ = ()
+
+
+_FLAT = _Flat()
 
 
 class _Branch:
@@ -42,6 +52,32 @@ class _Branch:
 
 
 Template = Any  # _Leaf | _Branch | any other object, which stands for itself
+
+
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Template]:
+    """The tensors among the arguments of a call, and the template of both."""
+    if not kwargs and set(map(type, args)) == _ONLY_TENSORS:
+        return [*args], _FLAT
+    tensors: list[Tensor] = []
+    template = flatten([args, kwargs], tensors)
+    return tensors, template
+
+
+def rebuild_arguments(template: Template, tensors: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to run a call again."""
+    if template is _FLAT:
+        return tuple(tensors), {}
+    args, kwargs = rebuild(template, tensors)
+    return args, kwargs
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a result, in order."""
+    if type(value) is Tensor:
+        return [value]
+    tensors: list[Tensor] = []
+    flatten(value, tensors)
+    return tensors
 
 
 def flatten(value: Any, tensors: list[Tensor], depth: int = 0) -> Template:
@@ -105,6 +141,8 @@ def _shell_of_mapping(value: dict[Any, Any]) -> Any:
 
 def path_of(template: Template, index: int) -> str | None:
     """Where tensor `index` stands in the object that `template` describes, as ``[0]['mask']``."""
+    if template is _FLAT:
+        return f"[0][{index}]"
     if type(template) is _Leaf:
         return "" if template.index == index else None
     if type(template) is not _Branch:
