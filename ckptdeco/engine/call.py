@@ -26,7 +26,7 @@ from ckptdeco.engine.layer import LayerInfo, Protection
 from ckptdeco.engine.record import Record
 from ckptdeco.engine.rerun import Waiting, traced
 from ckptdeco.engine.running import Frame, running
-from ckptdeco.engine.saved import Saved, is_parameter, unpack
+from ckptdeco.engine.saved import NO_TASK, Saved, is_parameter, unpack
 from ckptdeco.engine.state import Snapshot
 from ckptdeco.engine.tree import Template, flatten_arguments, path_of, tensors_in
 from ckptdeco.schedule.actions import Action
@@ -81,8 +81,8 @@ class Call:
     """What is needed to run a layer call again. Frozen at forward; backward reads nothing else (R7)."""
 
     __slots__ = (
-        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "has_references", "info", "is_checked",
-        "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "size", "slots",
+        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "has_inner_backward",
+        "has_references", "info", "is_checked", "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "size", "slots",
         "snapshot", "sources", "template", "trace", "unpacked", "waiting", "watch",
     )  # fmt: skip
 
@@ -102,6 +102,7 @@ class Call:
         self.watch: rng.Watch | None = None  # the random number streams as they were at entry
         self.snapshot: Snapshot | None = None
         self.trace: list[str] | None = None
+        self.has_inner_backward = False
         self.unpacked = False  # a backward went through: no later call may refer to this one (R15)
         self.is_checked = False
 
@@ -368,6 +369,9 @@ class _Probe:
         reference = weakref.ref
         for index, saved in enumerate(self.saved):
             value: Any = saved.value
+            if saved.task != NO_TASK:  # `autograd.grad` ran inside the call
+                call.has_inner_backward = True
+                saved.task = NO_TASK
             if is_parameter(value):  # alive anyway, with its version (R8)
                 if value.grad_fn is not None:
                     saved.value = value.detach()

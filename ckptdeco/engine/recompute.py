@@ -39,7 +39,7 @@ def serve(call: Call, saved: Saved) -> Tensor:
     if waiting is not None:
         found = waiting.get(saved.index) if waiting.is_read_again else waiting.pop(saved.index, None)
     if found is None:
-        was_read = task != -1 and getattr(saved, "task", None) == task
+        was_read = task != -1 and saved.task == task
         if was_read and (alive := saved.handed_out()) is not None:
             return alive
         waiting = _recompute(call, task)

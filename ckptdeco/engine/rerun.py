@@ -57,6 +57,9 @@ class _Cell:
         self.value = value
 
 
+_EMPTY = _Cell(None)  # for the many calls in which no backward runs
+
+
 class _Own(torch.autograd.Function):
     """Hands an input over as a non-leaf that shares storage, so that the layer may change it in place (R30)."""
 
@@ -91,7 +94,8 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     call.record.n_recomputed += 1
     run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
     snapshot = call.snapshot
-    if snapshot is not None:
+    is_untouched = snapshot is None or snapshot.is_untouched()
+    if snapshot is not None and not is_untouched:
         name = snapshot.changed_parameter()
         if name is not None:
             raise ParameterModifiedError(
@@ -100,7 +104,7 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
                 "call backward before optimizer.step(), or before anything else that writes to the weights.",
             )
     surroundings = _surroundings(call, run)
-    leave_state = None if snapshot is None else snapshot.put_back()
+    leave_state = None if snapshot is None else snapshot.put_back(is_untouched)
     outer = running.frame, running.recomputing
     try:
         if call.watch is not None:
@@ -139,11 +143,13 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
     """Inputs with the `requires_grad` that this call saw (R22)."""
     prepared: list[Tensor] = []
     for value, (requires_grad, is_leaf) in zip(inputs, call.flags, strict=True):
-        if not (is_leaf and value.requires_grad == requires_grad and value.grad_fn is None):
-            value = value.detach()
-            if requires_grad:
-                value.requires_grad_()
-        prepared.append(value)
+        if is_leaf and value.requires_grad == requires_grad and value.grad_fn is None:
+            prepared.append(value)
+            continue
+        own = value.detach()
+        if requires_grad:
+            own.requires_grad_()
+        prepared.append(own)
     for i in call.mutated:
         requires_grad = call.flags[i][0]
         value = inputs[i].detach().clone().requires_grad_(requires_grad)
@@ -154,7 +160,7 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
 class _Rerun:
     """The saved-tensor hooks of one run of a call in backward."""
 
-    __slots__ = ("call", "cells", "error", "last", "n", "slots", "stopped", "trace", "waiting")
+    __slots__ = ("call", "cells", "error", "has_inner_backward", "last", "n", "slots", "stopped", "trace", "waiting")
 
     def __init__(self, call: Call, waiting: Waiting | None, may_stop: bool) -> None:
         self.call = call
@@ -163,6 +169,7 @@ class _Rerun:
         self.n = 0
         self.cells: list[_Cell] = []
         self.error: BaseException | None = None
+        self.has_inner_backward = call.has_inner_backward
         self.stopped = False
         self.trace: Trace | None = None
         self.last = -1  # slot at which to stop
@@ -196,6 +203,8 @@ class _Rerun:
         if index == self.last:
             self.stopped = True
             raise _Stop
+        if not self.has_inner_backward:
+            return _EMPTY
         cell = _Cell(value)
         self.cells.append(cell)
         return cell

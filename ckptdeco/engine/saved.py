@@ -13,7 +13,11 @@ from ckptdeco.errors import ModifiedTensorError
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
 
-__all__ = ["Saved", "is_parameter", "modified", "unpack"]
+__all__ = ["NO_TASK", "Saved", "is_parameter", "modified", "unpack"]
+
+
+NO_TASK = -2  # no backward pass has this id
+INNER = -4  # read while it was still held: by a backward within the call, as long as the call ran
 
 
 class Saved:
@@ -23,17 +27,18 @@ class Saved:
     __slots__ = ("__weakref__", "call", "handed", "index", "is_modified", "meta", "task", "value", "values", "version")
 
     value: Tensor | None
-    call: Call  # this and the next three are set when the tensor is dropped
+    call: Call  # this and the next four are set when the tensor is dropped
     index: int  # among the tensors that the call saved
     meta: tuple[Any, ...]  # shape, dtype, device
     is_modified: bool  # changed in place after it was saved, within the call
     values: int | None  # fingerprint; set if the call is checked by value (R12)
-    task: int  # the backward pass that it was handed out in last; set then
+    task: int  # the backward pass that it was handed out in last
     handed: tuple[Any, ...]  # what was handed out (R31): its storage, weakly, and its place there
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.version = value._version
+        self.task = NO_TASK
 
     def remember(self, value: Tensor) -> None:
         """Remember weakly what is handed out; autograd wraps it in another object, so its storage tells how long it
@@ -67,6 +72,7 @@ def unpack(saved: Saved) -> Tensor:
         return saved.call.serve(saved)
     if value._version != saved.version:
         raise modified(saved)
+    saved.task = INNER
     return value
 
 

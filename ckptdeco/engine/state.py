@@ -31,17 +31,17 @@ _Undo = list[Callable[[], Any]]
 # Types of attribute values that lead to no graph: the common ones, so that most layers need no closer look.
 _GRAPHLESS = frozenset({bool, int, float, str, type(None), tuple, dict, OrderedDict, set, torch.dtype, torch.device})
 _BASE = frozenset(nn.Module().__dict__) - {"training"}  # attributes that every module has: dictionaries, seen by content
-_version = attrgetter("_version")
-_requires_grad = attrgetter("requires_grad")
+_marks = attrgetter("_version", "requires_grad")
 _children = attrgetter("_modules")
 _dict = attrgetter("__dict__")
+_alive = weakref.ref.__call__
 
 
 class ModuleTree:
     """The modules of one layer and where their state is, found once, and again when it changed shape. Holds modules
     weakly: it lives in a register that must not keep a model alive."""
 
-    __slots__ = ("_children", "_modules", "_sizes", "getters", "has_buffers", "keys", "own_code", "owners")
+    __slots__ = ("_children", "_modules", "_size", "getters", "has_buffers", "keys", "own_code", "owners")
 
     def __init__(self, root: nn.Module) -> None:
         self._find(root)
@@ -50,7 +50,7 @@ class ModuleTree:
         modules = list(root.modules())
         self._modules = [weakref.ref(module) for module in modules]
         self._children = _children_of(modules)
-        self._sizes = [*map(len, map(_dict, modules))]
+        self._size = sum(map(len, map(_dict, modules)))  # attributes were added or removed if it changes
         self.keys = [[key for key in module.__dict__ if key not in _BASE] for module in modules]
         self.getters = [itemgetter(*keys, "training") for keys in self.keys]  # two keys at least: gives a tuple
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
@@ -61,9 +61,9 @@ class ModuleTree:
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         """The root and all modules below it."""
-        modules: list[Any] = [module() for module in self._modules]
+        modules: list[Any] = [*map(_alive, self._modules)]
         try:
-            if _children_of(modules) == self._children and [*map(len, map(_dict, modules))] == self._sizes:
+            if _children_of(modules) == self._children and sum(map(len, map(_dict, modules))) == self._size:
                 return modules
         except AttributeError:  # a child is gone
             pass
@@ -98,30 +98,26 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
         return [0] * len(tensors)
 
 
-def _attributes(getters: list[Any], modules: list[nn.Module]) -> list[tuple[Any, ...]]:
-    return [getter(module.__dict__) for getter, module in zip(getters, modules, strict=True)]
-
-
 class Snapshot:
     """State of a module tree at entry of one layer call."""
 
     __slots__ = (
-        "addresses", "attributes", "clones", "flags", "getters", "has_unusual_attributes", "keys", "modules",
-        "own_code", "owners", "tensors", "versions",
+        "addresses", "attributes", "clones", "getters", "has_unusual_attributes", "keys", "marks", "modules",
+        "own_code", "owners", "tensors",
     )  # fmt: skip
 
     def __init__(self, tree: ModuleTree, root: nn.Module, written: frozenset[BufferKey]) -> None:
         self.modules = modules = tree.modules(root)
         self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
-        self.attributes = _attributes(tree.getters, modules)
-        own = chain.from_iterable([self.attributes[i] for i in tree.own_code])
-        self.has_unusual_attributes = not _GRAPHLESS.issuperset(map(type, own))
-        if self.has_unusual_attributes:
-            self.attributes = [*map(_without_graphs, self.attributes)]
+        self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
+        self.has_unusual_attributes = False
+        for i in tree.own_code:
+            if not _GRAPHLESS.issuperset(map(type, self.attributes[i])):
+                self.has_unusual_attributes = True
+                self.attributes[i] = _without_graphs(self.attributes[i])
         self.tensors = _tensors_of(tree.owners)
-        self.versions = [*map(_version, self.tensors)]
+        self.marks: list[tuple[int, bool]] = [*map(_marks, self.tensors)]  # version, requires_grad
         self.addresses = _addresses(self.tensors)
-        self.flags = [*map(_requires_grad, self.tensors)]
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []
         if written:
             self.clones = [
@@ -146,23 +142,26 @@ class Snapshot:
     def written_buffers(self) -> set[BufferKey]:
         """The buffers that were replaced or written since entry, as far as their versions tell, and their siblings:
         a kernel that writes several may count a version for one only (batch_norm)."""
-        if self.versions == [*map(_version, self.tensors)] and self._holds_the_same():
+        if self.marks == [*map(_marks, self.tensors)] and self._holds_the_same():
             return set()
         changed = set()
-        for (owner, name, tensor), version in zip(self._places(), self.versions, strict=True):
+        for (owner, name, tensor), (version, _) in zip(self._places(), self.marks, strict=True):
             if (tensor._version != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
                 changed.add(id(owner))
         return {(id(owner), name) for owner, name, _ in self._places() if id(owner) in changed}
 
+    def is_untouched(self) -> bool:
+        """Whether parameters and buffers are what forward read: the common case, in two sweeps."""
+        return self.marks == [*map(_marks, self.tensors)] and self.addresses == _addresses(self.tensors)
+
     def changed_parameter(self) -> str | None:
         """Name of a parameter or buffer that no longer holds the values forward read, or None."""
-        versions, addresses = [*map(_version, self.tensors)], _addresses(self.tensors)
-        if versions == self.versions and addresses == self.addresses:
-            return None
         cloned = {(id(owner), name) for owner, name, _ in self.clones}
-        was = zip(self._places(), self.versions, self.addresses, versions, addresses, strict=True)
-        for (owner, name, _), version, address, version_now, address_now in was:
-            if (version_now != version or address_now != address) and (id(owner), name) not in cloned:
+        now = zip([tensor._version for tensor in self.tensors], _addresses(self.tensors), strict=True)
+        for (owner, name, _), (version, _), address, present in zip(
+            self._places(), self.marks, self.addresses, now, strict=True
+        ):
+            if present != (version, address) and (id(owner), name) not in cloned:
                 return self._qualified(owner, name)
         return None
 
@@ -172,14 +171,14 @@ class Snapshot:
                 return f"{prefix}.{name}" if prefix else name
         return name
 
-    def put_back(self) -> Callable[[], None]:
+    def put_back(self, is_untouched: bool) -> Callable[[], None]:
         """Put the state of entry back for a recompute; returns what sets the present state again afterwards.
 
-        The recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
+        `is_untouched` is the answer of the method of that name. The recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
         undo: _Undo = []
         watched: Any = self.own_code  # where the recompute itself may change attributes
-        if not self._has_same_attributes(range(len(self.modules))):
+        if not self._has_same_attributes():
             watched = range(len(self.modules))
             for i in watched:
                 undo.append(partial(_assign, self.modules[i], _own_attributes(self.modules[i])))
@@ -189,8 +188,8 @@ class Snapshot:
                 if owner.get(name) is not tensor:
                     undo.append(partial(owner.__setitem__, name, owner.get(name)))
                     owner[name] = tensor
-        if self.flags != [*map(_requires_grad, self.tensors)]:
-            for tensor, flag in zip(self.tensors, self.flags, strict=True):
+        if not is_untouched:
+            for tensor, (_, flag) in zip(self.tensors, self.marks, strict=True):
                 if tensor.requires_grad != flag and tensor.is_leaf:
                     undo.append(partial(tensor.requires_grad_, tensor.requires_grad))
                     tensor.requires_grad_(flag)
@@ -200,7 +199,7 @@ class Snapshot:
         return partial(self._leave, watched, undo)
 
     def _leave(self, watched: Any, undo: _Undo) -> None:
-        if not self._has_same_attributes(watched):
+        if not self._has_same_attributes_in(watched):
             for i in watched:
                 _assign(self.modules[i], self._entry(i))
         for action in reversed(undo):
@@ -209,7 +208,19 @@ class Snapshot:
     def _entry(self, i: int) -> dict[str, Any]:
         return dict(zip(self.keys[i], self.attributes[i], strict=False))
 
-    def _has_same_attributes(self, which: Any) -> bool:
+    def _has_same_attributes(self) -> bool:
+        """Whether all modules have the attributes of entry: the common case, in one sweep."""
+        dictionaries = [*map(_dict, self.modules)]
+        try:
+            now = chain.from_iterable(map(_get, self.getters, dictionaries))
+            if not all(map(is_, now, chain.from_iterable(self.attributes))):
+                return False
+        except KeyError:  # an attribute is gone
+            return False
+        n_attributes = sum(map(len, self.attributes)) + (len(_BASE) - 1) * len(dictionaries)
+        return sum(map(len, dictionaries)) == n_attributes
+
+    def _has_same_attributes_in(self, which: Any) -> bool:
         try:
             for i in which:
                 values = self.modules[i].__dict__
@@ -219,6 +230,10 @@ class Snapshot:
         except KeyError:  # an attribute is gone
             return False
         return True
+
+
+def _get(getter: Any, dictionary: dict[str, Any]) -> Any:
+    return getter(dictionary)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
