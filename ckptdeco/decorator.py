@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import wrapt
@@ -98,7 +98,14 @@ def _decorate(function: Any, name: str | None) -> Any:
     )
 
 
-class Checkpointable(wrapt.FunctionWrapper):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _FunctionWrapper = wrapt.FunctionWrapper[Any, Any]
+    _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[Any, Any]
+else:  # older releases of wrapt have no type parameters
+    _FunctionWrapper, _BoundFunctionWrapper = wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper
+
+
+class Checkpointable(_FunctionWrapper):
     """A decorated function; copies and pickles as the function itself would."""
 
     def __copy__(self) -> Any:
@@ -119,20 +126,24 @@ class Checkpointable(wrapt.FunctionWrapper):  # type: ignore[misc]
         return self.__reduce_ex__(2)
 
 
-class _BoundCheckpointable(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+class _BoundCheckpointable(_BoundFunctionWrapper):
     """What `layer.forward` is; copies and pickles as a bound method would."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return getattr(copy.deepcopy(self.__wrapped__.__self__, memo), self.__wrapped__.__name__)
+        return getattr(copy.deepcopy(_self_of(self), memo), self.__wrapped__.__name__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (self.__wrapped__.__self__, self.__wrapped__.__name__)
+        return getattr, (_self_of(self), self.__wrapped__.__name__)
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)
 
 
-Checkpointable.__bound_function_wrapper__ = _BoundCheckpointable
+Checkpointable.__bound_function_wrapper__ = _BoundCheckpointable  # type: ignore[misc]
+
+
+def _self_of(bound: Any) -> Any:
+    return bound.__wrapped__.__self__
 
 
 class _Wrapper:
@@ -261,7 +272,7 @@ def _decide(policy: Policy, site: Site, frame: Any) -> Action:
     if frame is None:
         return policy.at_forward(site)
     if frame.again and frame.n_nested < len(frame.decisions):
-        action = frame.decisions[frame.n_nested]
+        action: Action = frame.decisions[frame.n_nested]
     else:
         action = policy.at_forward(site)
         frame.decisions.append(action)

@@ -129,7 +129,9 @@ class SavedTensorMismatch(RecomputeError):
         ]
         if self.trace:
             lines.append(self.trace)
-        lines.append("  Likely cause: the layer reads something that changed since forward (a flag, a global, a counter).")
+        lines.append(
+            "  Likely cause: the layer reads something that changed since forward (a flag, a global, a counter)."
+        )
         lines.append(f"  Fix: {self.fix}")
         return "\n".join(lines)
 

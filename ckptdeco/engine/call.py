@@ -82,9 +82,20 @@ class Call:
 
     __slots__ = (
         "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "has_inner_backward",
-        "has_references", "info", "is_checked", "kept_outputs", "mutated", "options", "position", "protection", "rebuilt", "record", "size", "slots",
-        "snapshot", "sources", "template", "trace", "unpacked", "waiting", "watch",
+        "has_references", "info", "is_checked", "kept_outputs", "mutated", "options", "position", "protection",
+        "rebuilt", "record", "size", "slots", "snapshot", "sources", "template", "trace", "unpacked", "waiting",
+        "watch",
     )  # fmt: skip
+
+    # Set by `run`, right after the call is made.
+    options: Options
+    at_backward: Callable[[int, int], Sequence[Action]]
+    position: int
+    record: Record
+    devices: rng.Devices
+    ambient: ambient.Ambient
+    size: int  # most calls that a walk to this one runs (R24)
+    has_references: bool
 
     def __init__(self, body: Callable[..., Any], inputs: Inputs, info: LayerInfo, protection: Protection) -> None:
         self.body = body

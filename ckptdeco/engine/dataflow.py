@@ -76,7 +76,7 @@ def stamp_outputs(outputs: list[Tensor], call: Call | None, chain: Chain, positi
     """Stamp what a layer call returned; what it only passed through stays its producer's."""
     stamps = []
     for index, tensor in enumerate(outputs):
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         if node is None:
             continue
         marks = node.metadata.setdefault(_KEY, {})
@@ -89,7 +89,7 @@ def stamp_outputs(outputs: list[Tensor], call: Call | None, chain: Chain, positi
 
 def recognise(tensor: Tensor) -> tuple[Stamp | None, bool]:
     """The stamp of `tensor` on its own node or on an identity node directly below it, and whether it is unchanged."""
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None:
         return None, False
     marks = node.metadata.get(_KEY)
@@ -131,7 +131,7 @@ def trace_inputs(tensors: list[Tensor], frame: Any) -> Upstream:
     """Find which inputs are outputs of earlier calls of the same frame, and the position of the nearest of these."""
     upstream = Upstream(len(tensors))
     for i, tensor in enumerate(tensors):
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         if node is None:
             continue
         stamp, unchanged = recognise(tensor)
@@ -178,7 +178,7 @@ def _search(node: Any, frame: Any) -> Stamp | None:
 def has_custom_functions(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
     """Whether an autograd Function written in Python lies between the inputs and outputs of a layer call."""
     ends = {tensor.grad_fn for tensor in inputs}
-    queue = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    queue: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(queue) | ends
     for node in queue:
         if isinstance(node, BackwardCFunction):

@@ -60,7 +60,9 @@ def _fold(words: Tensor, weights: Tensor) -> Tensor:
         return (words * weights[: words.numel()]).sum()
     rows = words[: n_rows * _ROW].view(n_rows, _ROW)
     # The matrix product of integers exists on the CPU only; elsewhere the product is made in blocks.
-    sums = rows.mv(weights) if rows.is_cpu else torch.cat([(block * weights).sum(1) for block in rows.split(512)])
+    sums = (
+        rows.mv(weights) if rows.is_cpu else torch.cat([(block * weights).sum(1) for block in torch.split(rows, 512)])
+    )
     total = _fold(sums, weights)
     rest = words[n_rows * _ROW :]
     return total * _FOLD + (rest * weights[: rest.numel()]).sum()

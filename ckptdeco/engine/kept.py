@@ -24,12 +24,12 @@ class _Keep(torch.autograd.Function):
     """Saves one tensor; its node is never part of a backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(value)
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise AssertionError("the node of a kept tensor is not part of any backward")
 
 
@@ -56,7 +56,7 @@ class Kept:
         # A leaf that requires grad (a parameter) leads to no graph and may be held as it is.
         value = tensor if tensor.grad_fn is None and tensor.requires_grad else tensor.detach()
         if has_saved_tensor_hooks():
-            self.node = _Keep.apply(_ANCHOR, value).grad_fn
+            self.node = _Keep.apply(_ANCHOR, value).grad_fn  # type: ignore[no-untyped-call]
         else:
             self.tensor = value
 
@@ -97,8 +97,11 @@ _kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDic
 
 
 def keep(tensor: Tensor, frame: Frame | None) -> Kept:
-    """Keep `tensor`, or return what keeps it already. `frame` keeps nested calls apart: their kept inputs are saved
-    tensors of the call around them, so each run of that call must keep the same ones."""
+    """Keep `tensor`, or return what keeps it already.
+
+    `frame` keeps nested calls apart: their kept inputs are saved tensors of the call around them, so each run of that
+    call must keep the same ones.
+    """
     if tensor.grad_fn is not None or tensor.is_inference() or is_inside_torch_checkpoint():
         return Kept(tensor)  # what a layer returned is found by its stamp
     key = (id(tensor), -1 if frame is None else frame.number, tensor._version)

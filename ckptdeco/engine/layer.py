@@ -26,7 +26,16 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 class Protection:
     """What calls of one kind did, and hence what the next call is protected from."""
 
-    __slots__ = ("boundary_inputs", "draws_on_host", "has_custom_functions", "is_stop_safe", "mutated_inputs", "n_calls", "sizes", "written_buffers")
+    __slots__ = (
+        "boundary_inputs",
+        "draws_on_host",
+        "has_custom_functions",
+        "is_stop_safe",
+        "mutated_inputs",
+        "n_calls",
+        "sizes",
+        "written_buffers",
+    )
 
     def __init__(self) -> None:
         self.n_calls = 0
@@ -134,14 +143,14 @@ def _name_in_model(layer: Any) -> str | None:
     if not isinstance(layer, nn.Module):
         return None
     best = None
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_name in ("forward", "_call_impl", "__call__", "_wrapped_call_impl"):
             module = frame.f_locals.get(code.co_varnames[0])
             if isinstance(module, nn.Module) and module is not layer:
                 best = _qualified(module, layer) or best
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return best
 
 

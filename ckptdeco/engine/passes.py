@@ -21,8 +21,10 @@ _latest: list[PassLog] = []
 
 
 def current_log(policy: Any, begins_chain: bool) -> PassLog:
-    """The log that the next layer call writes to: a new one after a backward, under another policy, or where a chain
-    begins and the calls so far are gone."""
+    """The log that the next layer call writes to.
+
+    A new one after a backward, under another policy, or where a chain begins and the calls so far are gone.
+    """
     log = _here.log
     if (
         log is None

@@ -59,8 +59,10 @@ def drop_leftover() -> None:
 
 
 def forget() -> None:
-    """Let go of all that waits, unless a backward pass runs on this thread. Called when a forward begins: a backward
-    that failed never got to its end."""
+    """Let go of all that waits, unless a backward pass runs on this thread.
+
+    Called when a forward begins: a backward that failed never got to its end.
+    """
     drop_leftover()
     if _calls and graph_task_id() == -1:
         for task in list(_calls):

@@ -204,11 +204,13 @@ def _inputs(call: Call, task: int, values: _Values, uses: dict[tuple[int, int], 
                 raise InputModifiedError(
                     call.info.label,
                     call.input_name(i),
-                    "do not change a layer's input in place after the call; write x = x + layer(x) instead of x += layer(x).",
+                    "do not change a layer's input in place after the call; write x = x + layer(x) instead of "
+                    "x += layer(x).",
                 ) from error
         elif rebuilt is not None:
             inputs.append(rebuilt[i])
         else:
+            assert not isinstance(source, Kept)
             key = (id(source.call), source.index)
             uses[key] -= 1
             inputs.append(values[key] if uses[key] else values.pop(key))

@@ -64,11 +64,11 @@ class _Own(torch.autograd.Function):
     """Hands an input over as a non-leaf that shares storage, so that the layer may change it in place (R30)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -153,7 +153,7 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
     for i in call.mutated:
         requires_grad = call.flags[i][0]
         value = inputs[i].detach().clone().requires_grad_(requires_grad)
-        prepared[i] = _Own.apply(value) if requires_grad else value
+        prepared[i] = _Own.apply(value) if requires_grad else value  # type: ignore[no-untyped-call]
     return prepared
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import string_at
 from typing import Any, Protocol
 
@@ -27,11 +27,13 @@ _ENDS = 64  # bytes
 class Stream(Protocol):
     """A source of random numbers whose state can be read and set."""
 
-    def get(self) -> Any:
-        """The present state."""
+    @property
+    def get(self) -> Callable[[], Any]:
+        """Reads the present state."""
 
-    def set(self, state: Any) -> None:
-        """Make `state` the present one."""
+    @property
+    def set(self) -> Callable[[Any], Any]:
+        """Makes a state the present one."""
 
     def same(self, a: Any, b: Any) -> bool:
         """Whether two states are equal."""
@@ -46,8 +48,8 @@ class _OfGenerator:
     __slots__ = ("get", "set")
 
     def __init__(self, generator: torch.Generator) -> None:
-        self.get = generator.get_state
-        self.set = generator.set_state
+        self.get: Callable[[], Any] = generator.get_state
+        self.set: Callable[[Any], Any] = generator.set_state
 
     @staticmethod
     def same(a: Any, b: Any) -> bool:
@@ -55,8 +57,10 @@ class _OfGenerator:
 
 
 def _ends(state: Tensor) -> bytes:
-    """What tells two states of one generator apart: any draw moves the counters at the head of the state or the spare
-    normal at its tail, and a whole turn of the Mersenne Twister changes its words, the first of which are in the head.
+    """What tells two states of one generator apart.
+
+    Any draw moves the counters at the head of the state or the spare normal at its tail, and a whole turn of the
+    Mersenne Twister changes its words, the first of which are in the head.
     """
     n, address = state.numel(), state.data_ptr()
     if n <= 2 * _ENDS:
@@ -108,7 +112,7 @@ class _OfNumPy:
 
     @staticmethod
     def same(a: Any, b: Any) -> bool:
-        return a[0] == b[0] and a[2:] == b[2:] and a[1].tobytes() == b[1].tobytes()
+        return bool(a[0] == b[0] and a[2:] == b[2:] and a[1].tobytes() == b[1].tobytes())
 
 
 _CPU: Stream = _OfGenerator(torch.default_generator)
@@ -119,7 +123,7 @@ _NUMPY: Stream = _OfNumPy()
 
 def devices_of(tensors: list[Tensor]) -> Devices:
     """The accelerator devices among those of `tensors` (meta and CPU have no stream of their own)."""
-    if all([tensor.is_cpu for tensor in tensors]):
+    if all(tensor.is_cpu for tensor in tensors):
         return ()
     found: list[torch.device] = []
     for tensor in tensors:
@@ -188,7 +192,7 @@ class Watch:
 
     def drew_on_host(self) -> bool:
         """Whether it drew from Python's or NumPy's generator."""
-        return any([stream is _PYTHON or stream is _NUMPY for stream, _ in self.moved])
+        return any(stream is _PYTHON or stream is _NUMPY for stream, _ in self.moved)
 
     def streams(self) -> dict[int, Stream]:
         """The streams that a recompute sets or must not move."""

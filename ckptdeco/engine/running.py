@@ -12,8 +12,11 @@ _numbers = itertools.count()
 
 
 class Frame:
-    """One run of a layer call's forward, first or again. Layer calls nested in it get their decisions recorded and,
-    in a recompute, given again, so that both runs save the same tensors (R22)."""
+    """One run of a layer call's forward, first or again.
+
+    Layer calls nested in it get their decisions recorded and, in a recompute, given again, so that both runs save the
+    same tensors (R22).
+    """
 
     __slots__ = ("__weakref__", "again", "decisions", "n_nested", "number")
 

@@ -21,8 +21,11 @@ INNER = -4  # read while it was still held: by a backward within the call, as lo
 
 
 class Saved:
-    """One saved tensor of a layer call. While the call runs, and if the call is stored, it holds the tensor; once
-    dropped, it leads to the call that can bring it back."""
+    """One saved tensor of a layer call.
+
+    While the call runs, and if the call is stored, it holds the tensor; once dropped, it leads to the call that can
+    bring it back.
+    """
 
     __slots__ = ("__weakref__", "call", "handed", "index", "is_modified", "meta", "task", "value", "values", "version")
 
@@ -41,8 +44,10 @@ class Saved:
         self.task = NO_TASK
 
     def remember(self, value: Tensor) -> None:
-        """Remember weakly what is handed out; autograd wraps it in another object, so its storage tells how long it
-        lives."""
+        """Remember weakly what is handed out.
+
+        Autograd wraps it in another object, so it is the storage that tells how long it lives.
+        """
         if type(value) is Tensor and value.layout is torch.strided and not (value.is_conj() or value.is_neg()):
             self.handed = weakref.ref(value.untyped_storage()), value.storage_offset(), value.stride()
 

@@ -30,7 +30,9 @@ _Undo = list[Callable[[], Any]]
 
 # Types of attribute values that lead to no graph: the common ones, so that most layers need no closer look.
 _GRAPHLESS = frozenset({bool, int, float, str, type(None), tuple, dict, OrderedDict, set, torch.dtype, torch.device})
-_BASE = frozenset(nn.Module().__dict__) - {"training"}  # attributes that every module has: dictionaries, seen by content
+_BASE = frozenset(nn.Module().__dict__) - {
+    "training"
+}  # attributes that every module has: dictionaries, seen by content
 _marks = attrgetter("_version", "requires_grad")
 _children = attrgetter("_modules")
 _dict = attrgetter("__dict__")
@@ -38,8 +40,10 @@ _alive = weakref.ref.__call__
 
 
 class ModuleTree:
-    """The modules of one layer and where their state is, found once, and again when it changed shape. Holds modules
-    weakly: it lives in a register that must not keep a model alive."""
+    """The modules of one layer and where their state is, found once, and again when it changed shape.
+
+    Holds modules weakly: it lives in a register that must not keep a model alive.
+    """
 
     __slots__ = ("_children", "_modules", "_size", "getters", "has_buffers", "keys", "own_code", "owners")
 
@@ -56,7 +60,7 @@ class ModuleTree:
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
         self.own_code = [i for i, m in enumerate(modules) if not type(m).__module__.startswith("torch.nn.modules.")]
         self.owners: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
-        self.has_buffers = any([module._buffers for module in modules])
+        self.has_buffers = any(module._buffers for module in modules)
         return modules
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
@@ -140,8 +144,10 @@ class Snapshot:
         return len(now) == len(self.tensors) and all(map(is_, now, self.tensors))
 
     def written_buffers(self) -> set[BufferKey]:
-        """The buffers that were replaced or written since entry, as far as their versions tell, and their siblings:
-        a kernel that writes several may count a version for one only (batch_norm)."""
+        """The buffers that were replaced or written since entry, as far as their versions tell, and their siblings.
+
+        A kernel that writes several may count a version for one only (batch_norm).
+        """
         if self.marks == [*map(_marks, self.tensors)] and self._holds_the_same():
             return set()
         changed = set()
@@ -174,7 +180,8 @@ class Snapshot:
     def put_back(self, is_untouched: bool) -> Callable[[], None]:
         """Put the state of entry back for a recompute; returns what sets the present state again afterwards.
 
-        `is_untouched` is the answer of the method of that name. The recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
+        `is_untouched` is the answer of the method of that name. The recompute writes to clones of the buffers that its
+        layer writes; the module's own keep their values.
         """
         undo: _Undo = []
         watched: Any = self.own_code  # where the recompute itself may change attributes

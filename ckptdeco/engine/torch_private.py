@@ -22,7 +22,7 @@ __all__ = [
     "unseen_by_modes",
 ]
 
-#: Id of the backward pass (graph task) that runs on this thread, or -1 outside of one. Nested passes have ids of their own.
+#: Id of the backward pass (graph task) that runs on this thread, -1 outside of one. Nested passes have their own.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -31,15 +31,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-_hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _functorch_level = torch._C._functorch.maybe_current_level
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_plain_autograd() -> bool:
-    """False where saved-tensor hooks do not work or the tensors are not what they seem: inside `torch.func` transforms,
-    at a forward-AD level, with hooks disabled, and while tracing (R32)."""
-    return (
+    """False where saved-tensor hooks do not work or the tensors are not what they seem (R32).
+
+    That is inside `torch.func` transforms, at a forward-AD level, with hooks disabled, and while tracing.
+    """
+    return (  # type: ignore[redundant-expr]  # the stubs know no level None
         _hooks_enabled() and _functorch_level() is None and forward_ad._current_level < 0 and not torch._C._is_tracing()
     )
 

@@ -120,10 +120,10 @@ def _flatten_other(value: Any, tensors: list[Tensor], depth: int) -> Template:
             for f in dataclasses.fields(value)
             if hasattr(value, f.name)
         }
-        shell = copy.copy(value)
+        husk: Any = copy.copy(value)
         for name in fields:
-            object.__setattr__(shell, name, None)
-        return _Branch("object", shell, fields)
+            object.__setattr__(husk, name, None)
+        return _Branch("object", husk, fields)
     return value
 
 

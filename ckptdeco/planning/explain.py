@@ -33,6 +33,13 @@ class CallReport:
     n_recomputed: int
     why: str
 
+    def row(self, width: int) -> str:
+        """One line of the table, with `width` characters for the name."""
+        return (
+            f"{self.name:{width}}  {self.position:3d}  {self.action.name:9}  {_size(self.kept_bytes):9}  "
+            f"{_size(self.dropped_bytes):9}  {self.n_recomputed}{'  ' + self.why if self.why else ''}"
+        )
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -63,13 +70,13 @@ class Explanation:
                 "  Fix: put @ckptdeco.checkpointable on a layer's forward, and the step in `with ckptdeco.policy(...):`"
             )
         width = max(len(call.name) for call in self.calls)
-        lines = [f"{self.policy}: {len(self.calls)} layer calls, kept {_size(self.kept_bytes)}, dropped "
-                 f"{_size(self.dropped_bytes)}", f"{'layer':{width}}  pos  action     kept       dropped    recomputed"]  # fmt: skip
-        for call in self.calls:
-            lines.append(
-                f"{call.name:{width}}  {call.position:3d}  {call.action.name:9}  {_size(call.kept_bytes):9}  "
-                f"{_size(call.dropped_bytes):9}  {call.n_recomputed}{'  ' + call.why if call.why else ''}"
-            )
+        total = f"kept {_size(self.kept_bytes)}, dropped {_size(self.dropped_bytes)}"
+        rows = [call.row(width) for call in self.calls]
+        lines = [
+            f"{self.policy}: {len(self.calls)} layer calls, {total}",
+            f"{'layer':{width}}  pos  action     kept       dropped    recomputed",
+            *rows,
+        ]
         return "\n".join(lines)
 
 
