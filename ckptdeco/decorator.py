@@ -16,6 +16,7 @@ import wrapt
 
 from ckptdeco import context
 from ckptdeco.engine.call import Inputs, Options, run
+from ckptdeco.engine.closures import rerunnable
 from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
 from ckptdeco.engine.layer import LayerInfo, layer_info
 from ckptdeco.engine.passes import current_log
@@ -211,7 +212,7 @@ def _call(
     if chain is None or chain.context.policy is not policy:
         chain = _begin_chain(policy, info, is_first_run=frame is None or not frame.again)
         upstream.position = -1
-    body = _Body(wrapped, context.Entry(policy) if policy.nested else None)
+    body = _Body(rerunnable(wrapped), context.Entry(policy) if policy.nested else None)
     if not is_matched:
         return _run_unmatched(entry, body, inputs, chain, upstream)
     state: _ChainState = chain.context

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ckptdeco.engine.call import Inputs, Options, run
+from ckptdeco.engine.closures import rerunnable
 from ckptdeco.engine.dataflow import Upstream
 from ckptdeco.engine.layer import layer_info
 from ckptdeco.engine.record import PassLog, Record
@@ -87,7 +88,9 @@ def checkpoint(
         )
     if not torch.is_grad_enabled() or not is_plain_autograd():
         return function(*args, **kwargs)
-    body = function if context_fn is noop_context_fn else _InContext(function, *context_fn())
+    body = rerunnable(function)
+    if context_fn is not noop_context_fn:
+        body = _InContext(body, *context_fn())
     bound = getattr(function, "__self__", None)
     is_layer = isinstance(bound, torch.nn.Module)
     layer = bound if is_layer else function if isinstance(function, torch.nn.Module) else None

@@ -1,41 +1,64 @@
-"""What surrounds a layer call and changes what it computes: autocast, per kind of device.
+"""What surrounds a layer call and changes what it computes.
 
-Captured at forward and entered again around a recompute; where the state is the same already, nothing is entered.
+Autocast per kind of device, the default dtype, torch-function modes (the default device is one): captured at forward
+and entered again around a recompute where they differ from what is there. Context variables are captured, too, as one
+`contextvars.Context`; a recompute runs in a fresh copy of it.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ckptdeco.engine.rng import Devices
+from ckptdeco.engine.torch_private import function_mode_again, function_modes
 
 __all__ = ["Ambient", "capture", "enter"]
 
-Ambient = tuple[tuple[str, torch.dtype, bool], ...]  # per kind of device with autocast on: name, dtype, weight cache
-_OFF: Ambient = ()
+# Per kind of device with autocast on: name, dtype, weight cache. Then the default dtype, and the function modes.
+Ambient = tuple[tuple[tuple[str, torch.dtype, bool], ...], torch.dtype, tuple[object, ...]]
 
 
 def capture(devices: Devices) -> Ambient:
-    """Autocast of the CPU and of the kinds of `devices`."""
-    if not devices and not torch.is_autocast_enabled("cpu"):
-        return _OFF
-    kinds = dict.fromkeys(["cpu", *[device.type for device in devices]])
-    return tuple(
-        [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in kinds
-            if torch.is_autocast_enabled(kind)
-        ]
-    )
+    """The present surroundings, for the CPU and the kinds of `devices`."""
+    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    if devices or torch.is_autocast_enabled("cpu"):
+        autocast = tuple(
+            [
+                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+                for kind in dict.fromkeys(["cpu", *[device.type for device in devices]])
+                if torch.is_autocast_enabled(kind)
+            ]
+        )
+    return autocast, torch.get_default_dtype(), function_modes()
 
 
 def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:
-    """Make the present state equal to `state` until `stack` ends."""
-    on = {kind for kind, _, _ in state}
+    """Make the present surroundings equal to `state` until `stack` ends."""
+    autocast, dtype, modes = state
+    on = {kind for kind, _, _ in autocast}
     for kind in {"cpu", *[device.type for device in devices]} - on:
         if torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
-    for kind, dtype, cache in state:
-        stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+    for kind, autocast_dtype, cache in autocast:
+        stack.enter_context(torch.autocast(kind, dtype=autocast_dtype, cache_enabled=cache))
+    if torch.get_default_dtype() is not dtype:
+        stack.enter_context(_default_dtype(dtype))
+    present = function_modes()
+    if present != modes:
+        # Modes around backward stay; those of forward that are missing go on top of them.
+        for mode in modes:
+            if not any(mode is other for other in present):
+                stack.enter_context(function_mode_again(mode))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

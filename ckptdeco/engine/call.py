@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +82,10 @@ class Call:
     """What is needed to run a layer call again. Frozen at forward; backward reads nothing else (R7)."""
 
     __slots__ = (
-        "__weakref__", "ambient", "at_backward", "body", "decisions", "devices", "flags", "has_inner_backward",
-        "has_references", "info", "is_checked", "kept_outputs", "mutated", "options", "position", "protection",
-        "rebuilt", "record", "size", "slots", "snapshot", "sources", "template", "trace", "unpacked", "waiting",
-        "watch",
+        "__weakref__", "ambient", "at_backward", "body", "context", "decisions", "devices", "flags",
+        "has_inner_backward", "has_references", "info", "is_checked", "kept_outputs", "mutated", "options",
+        "position", "protection", "rebuilt", "record", "size", "slots", "snapshot", "sources", "template", "trace",
+        "unpacked", "waiting", "watch",
     )  # fmt: skip
 
     # Set by `run`, right after the call is made.
@@ -99,6 +100,7 @@ class Call:
 
     def __init__(self, body: Callable[..., Any], inputs: Inputs, info: LayerInfo, protection: Protection) -> None:
         self.body = body
+        self.context = copy_context()
         self.template = inputs.template
         self.flags = [(t.requires_grad, t.grad_fn is None) for t in inputs.tensors]  # per consuming call (R22)
         self.info = info

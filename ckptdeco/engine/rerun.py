@@ -112,7 +112,7 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
         with surroundings, saved_tensors_hooks(run.pack, run.unpack):
             args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
-            result = call.body(*args, **kwargs)
+            result = call.context.copy().run(call.body, *args, **kwargs)
     except _Stop:
         result = None
     finally:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
+    "function_mode_again",
+    "function_modes",
     "graph_task_id",
     "has_saved_tensor_hooks",
     "is_inside_torch_checkpoint",
@@ -32,7 +37,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 _hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_functorch_level = torch._C._functorch.maybe_current_level
+_functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -41,9 +46,21 @@ def is_plain_autograd() -> bool:
 
     That is inside `torch.func` transforms, at a forward-AD level, with hooks disabled, and while tracing.
     """
-    return (  # type: ignore[redundant-expr]  # the stubs know no level None
-        _hooks_enabled() and _functorch_level() is None and forward_ad._current_level < 0 and not torch._C._is_tracing()
-    )
+    if _functorch_level() is not None or not _hooks_enabled():
+        return False
+    return forward_ad._current_level < 0 and not torch._C._is_tracing()
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The torch-function modes that are active on this thread, outermost first; the default device is one of them."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    return tuple(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def function_mode_again(mode: Any) -> Any:
+    """What enters `mode` once more; a device context must be a new one, since it remembers where it was entered."""
+    return DeviceContext(mode.device) if type(mode) is DeviceContext else mode
 
 
 def has_saved_tensor_hooks() -> bool:
