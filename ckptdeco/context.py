@@ -72,6 +72,10 @@ class Entry:
 _top: ContextVar[Entry | None] = ContextVar("ckptdeco_policy", default=None)
 
 
+#: The entry on top of the stack, dead or alive; None if no policy was ever entered here. One C call.
+innermost = _top.get
+
+
 def _living(entry: Entry | None) -> Entry | None:
     """The entry itself or its nearest ancestor that was not left."""
     while entry is not None and not entry.alive:

@@ -15,6 +15,7 @@ import torch
 import wrapt
 
 from ckptdeco import context
+from ckptdeco.context import innermost
 from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
 from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
@@ -93,7 +94,7 @@ def _decorate(function: Any, name: str | None) -> Any:
                 "a class is not a layer call",
                 "decorate the class's forward method with @ckptdeco.checkpointable",
             )
-        return Checkpointable(function, _Wrapper(name))
+        return Checkpointable(function, name)
     raise PolicyError(
         "function", function, "only something callable can be decorated", "put @ckptdeco.checkpointable above a def"
     )
@@ -109,18 +110,22 @@ else:  # older releases of wrapt have no type parameters
 class Checkpointable(_FunctionWrapper):
     """A decorated function; copies and pickles as the function itself would."""
 
+    def __init__(self, wrapped: Any, name: str | None = None) -> None:
+        super().__init__(wrapped, _at_call if name is None else partial(_at_named_call, name))
+        self._self_name = name
+
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Functions are copied as themselves; a bound method is bound to the copy of its object.
         wrapped = copy.deepcopy(self.__wrapped__, memo)
-        return self if wrapped is self.__wrapped__ else Checkpointable(wrapped, self._self_wrapper)
+        return self if wrapped is self.__wrapped__ else Checkpointable(wrapped, self._self_name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrapped = self.__wrapped__
         if getattr(wrapped, "__self__", None) is not None or not hasattr(wrapped, "__qualname__"):
-            return Checkpointable, (wrapped, self._self_wrapper)
+            return Checkpointable, (wrapped, self._self_name)
         return wrapped.__qualname__  # found again by its name, as every function
 
     def __reduce__(self) -> Any:
@@ -147,21 +152,23 @@ def _self_of(bound: Any) -> Any:
     return bound.__wrapped__.__self__
 
 
-class _Wrapper:
-    """What happens at a call of a decorated function. Instances differ only in the name the user gave."""
+def _at_call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What wrapt runs at a call of a decorated function."""
+    if innermost() is None:  # the common case pays for one look
+        return wrapped(*args, **kwargs)
+    return _at_named_call(None, wrapped, instance, args, kwargs)
 
-    __slots__ = ("name",)
 
-    def __init__(self, name: str | None) -> None:
-        self.name = name
-
-    def __call__(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entry = context.active()
-        if entry is None or not torch.is_grad_enabled():
-            return wrapped(*args, **kwargs)
-        if not is_plain_autograd() or is_inside_torch_checkpoint():  # plain: R32; torch recomputes the whole region
-            return wrapped(*args, **kwargs)
-        return _call(entry, self.name, wrapped, instance, args, kwargs)
+def _at_named_call(
+    name: str | None, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same, with the name that the user gave."""
+    entry = context.active()
+    if entry is None or not torch.is_grad_enabled():
+        return wrapped(*args, **kwargs)
+    if not is_plain_autograd() or is_inside_torch_checkpoint():  # plain: R32; torch recomputes the whole region
+        return wrapped(*args, **kwargs)
+    return _call(entry, name, wrapped, instance, args, kwargs)
 
 
 class _Body:
