@@ -1,0 +1,212 @@
+"""Each private name of torch does what the engine needs it for; a release of torch that moves one fails here."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from ckptdeco.engine import torch_private
+from ckptdeco.engine.torch_private import (
+    TorchDispatchMode,
+    at_end_of_backward,
+    function_mode_again,
+    function_modes,
+    graph_task_id,
+    has_saved_tensor_hooks,
+    is_inside_torch_checkpoint,
+    is_plain_autograd,
+    unseen_by_modes,
+)
+
+
+def in_backward(action, n=1):
+    """Run `action` inside a backward, and return what it returned."""
+    found = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(action())
+            return grad
+
+    with torch.enable_grad():
+        x = torch.randn(2, requires_grad=True)
+        for _ in range(n):
+            x = Probe.apply(x)
+        loss = x.sum()
+    loss.backward()
+    return found
+
+
+def test_every_public_name_of_the_module_is_tested_here():
+    here = set(globals())
+    assert set(torch_private.__all__) <= here
+
+
+def test_graph_task_id_is_minus_one_outside_of_backward():
+    assert graph_task_id() == -1
+
+
+def test_graph_task_id_is_one_number_per_backward():
+    one, other = in_backward(graph_task_id, 3), in_backward(graph_task_id, 3)
+    assert len(set(one)) == len(set(other)) == 1
+    assert one[0] != other[0]
+    assert -1 not in one
+
+
+def test_nested_backward_has_an_id_of_its_own():
+    ids = in_backward(lambda: (graph_task_id(), in_backward(graph_task_id)[0], graph_task_id()))
+    outer, inner, after = ids[0]
+    assert outer == after != inner
+
+
+def test_at_end_of_backward_calls_back_when_the_pass_ends():
+    events = []
+
+    def action():
+        at_end_of_backward(lambda: events.append("end"))
+        events.append("node")
+
+    in_backward(action, 2)
+    assert events == ["node", "node", "end", "end"]
+
+
+def test_at_end_of_backward_is_refused_outside_of_one():
+    with pytest.raises(RuntimeError):
+        at_end_of_backward(lambda: None)
+
+
+def test_plain_autograd_is_plain():
+    assert is_plain_autograd()
+
+
+@pytest.mark.filterwarnings("ignore")  # forward AD compiles some of its formulas
+def test_torch_func_is_not_plain():
+    seen = []
+
+    def function(x):
+        seen.append(is_plain_autograd())
+        return x.sum()
+
+    x = torch.randn(3)
+    torch.func.grad(function)(x)
+    torch.func.vmap(function)(x.view(3, 1))
+    torch.func.jvp(function, (x,), (x,))
+    assert seen == [False, False, False]
+
+
+def test_forward_mode_level_is_not_plain():
+    with forward_ad.dual_level():
+        assert not is_plain_autograd()
+    assert is_plain_autograd()
+
+
+def test_disabled_hooks_are_not_plain():
+    with disable_saved_tensors_hooks("no"):
+        assert not is_plain_autograd()
+    assert is_plain_autograd()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tracing_is_not_plain():
+    seen = []
+
+    def function(x):
+        seen.append(is_plain_autograd())
+        return x + 1
+
+    torch.jit.trace(function, torch.randn(2), check_trace=False)
+    assert seen == [False]
+
+
+def test_function_modes_are_listed_outermost_first():
+    class Mode(TorchFunctionMode):
+        pass
+
+    outer, inner = Mode(), Mode()
+    assert function_modes() == ()
+    with outer, inner:
+        assert [mode is expected for mode, expected in zip(function_modes(), (outer, inner), strict=True)] == [True] * 2
+    assert function_modes() == ()
+
+
+def test_function_modes_are_those_of_this_thread():
+    class Mode(TorchFunctionMode):
+        pass
+
+    seen = []
+    with Mode():
+        thread = threading.Thread(target=lambda: seen.append(function_modes()))
+        thread.start()
+        thread.join()
+    assert seen == [()]
+
+
+def test_default_device_is_a_function_mode_that_can_be_entered_again():
+    with torch.device("meta"):
+        (mode,) = function_modes()
+    again = function_mode_again(mode)
+    assert again is not mode
+    assert torch.empty(1).device.type == "cpu"
+    with again:
+        assert torch.empty(1).device.type == "meta"
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_other_function_modes_are_entered_again_as_they_are():
+    mode = TorchFunctionMode()
+    assert function_mode_again(mode) is mode
+
+
+def test_saved_tensor_hooks_are_seen():
+    assert not has_saved_tensor_hooks()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert has_saved_tensor_hooks()
+    assert not has_saved_tensor_hooks()
+
+
+def test_torchs_own_checkpoint_is_seen_first_and_again():
+    seen = []
+
+    def function(x):
+        seen.append(is_inside_torch_checkpoint())
+        return x.exp()
+
+    x = torch.randn(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert seen == [True, True]
+    assert not is_inside_torch_checkpoint()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert not is_inside_torch_checkpoint()
+
+
+def test_unseen_by_modes_hides_operators_from_both_kinds_of_modes():
+    seen = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append("dispatch")
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2)
+    with Function(), Dispatch():
+        with unseen_by_modes():
+            x + 1
+        assert seen == []
+        x + 1
+    assert set(seen) == {"dispatch", "function"}
