@@ -12,6 +12,11 @@ from torch.overrides import TorchFunctionMode
 from ckptdeco.engine import ambient
 
 
+def capture() -> Any:
+    """The surroundings of a layer on the CPU that has no attention."""
+    return ambient.capture((), False)
+
+
 def again(state: Any, read: Any) -> Any:
     """What `read` gives where a recompute runs."""
     with ExitStack() as stack:
@@ -20,20 +25,20 @@ def again(state: Any, read: Any) -> Any:
 
 
 def test_nothing_special_is_equal_to_nothing_special() -> None:
-    assert ambient.capture(()) == ambient.capture(())
+    assert capture() == capture()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_of_forward_is_on_in_the_recompute(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
-        state = ambient.capture(())
-    assert state != ambient.capture(())
+        state = capture()
+    assert state != capture()
     assert again(state, lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))) == (True, dtype)
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_autocast_around_backward_is_off_in_the_recompute() -> None:
-    state = ambient.capture(())
+    state = capture()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert again(state, lambda: torch.is_autocast_enabled("cpu")) is False
         assert torch.is_autocast_enabled("cpu")
@@ -42,7 +47,7 @@ def test_autocast_around_backward_is_off_in_the_recompute() -> None:
 def test_default_dtype_of_forward_is_that_of_the_recompute() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        state = ambient.capture(())
+        state = capture()
     finally:
         torch.set_default_dtype(torch.float32)
     assert again(state, lambda: torch.ones(1).dtype) is torch.float64
@@ -51,7 +56,7 @@ def test_default_dtype_of_forward_is_that_of_the_recompute() -> None:
 
 def test_default_device_of_forward_is_that_of_the_recompute() -> None:
     with torch.device("meta"):
-        state = ambient.capture(())
+        state = capture()
     assert again(state, lambda: torch.ones(1).device.type) == "meta"
     assert torch.ones(1).device.type == "cpu"
 
@@ -66,7 +71,7 @@ def test_function_mode_of_forward_is_active_in_the_recompute_once() -> None:
 
     mode = Mode()
     with mode:
-        state = ambient.capture(())
+        state = capture()
     again(state, lambda: torch.ones(1))
     assert len(calls) == 1
     with mode:  # still there in backward: not entered twice

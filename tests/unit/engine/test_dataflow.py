@@ -13,7 +13,7 @@ from torch import Tensor
 from ckptdeco.engine.dataflow import (
     Chain,
     Stamp,
-    has_custom_functions,
+    nodes_between,
     recognise,
     stamp_outputs,
     trace_inputs,
@@ -180,19 +180,10 @@ def test_calls_of_another_frame_are_not_seen() -> None:
     assert trace_inputs([z], frame).chain is not None
 
 
-def test_custom_functions_are_seen_between_inputs_and_outputs_only() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            return grad * 2
-
-    x = torch.randn(3, requires_grad=True)
-    y = Double.apply(x)
-    z = y.exp()
-    assert has_custom_functions([z], [x])
-    assert not has_custom_functions([z], [y])
-    assert not has_custom_functions([x.exp()], [x])
+def test_nodes_of_a_call_are_those_between_its_inputs_and_outputs() -> None:
+    x = torch.randn(3, requires_grad=True) * 2
+    h = x.exp()
+    y = h.sin() + h
+    names = sorted(node.name() for node in nodes_between([y], [x]))
+    assert names == ["AddBackward0", "ExpBackward0", "SinBackward0"]
+    assert list(nodes_between([torch.randn(3)], [x])) == []

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ckptdeco.engine.layer import Protection
 from ckptdeco.engine.state import ModuleTree, Snapshot
 
 NOTHING: frozenset[Any] = frozenset()
@@ -42,14 +43,20 @@ class Layer(nn.Module):
         self.norm = nn.BatchNorm1d(2)
         self.scale = 2.0
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(20_000))  # so large that buffers are not cloned just in case
 
 
-def snapshot(layer: nn.Module, written: frozenset[Any] = NOTHING) -> Snapshot:
-    return Snapshot(ModuleTree(layer), layer, written)
+def snapshot(layer: nn.Module, written: frozenset[Any] = NOTHING, **known: bool) -> Snapshot:
+    """The state at entry of a checked call; `known` is what earlier calls of the layer did."""
+    protection = Protection()
+    protection.written_buffers = written
+    for name, value in known.items():
+        setattr(protection, name, value)
+    return Snapshot(ModuleTree(layer), layer, protection, is_due=True)
 
 
 def recompute(shot: Snapshot) -> Any:
-    return shot.put_back(shot.is_untouched())
+    return shot.put_back(shot.is_untouched(), watch_all=True, hide_grads=False)
 
 
 def test_flags_are_put_back_and_left_as_they_were() -> None:
@@ -128,9 +135,10 @@ def test_what_the_recompute_writes_on_the_module_goes() -> None:
 def test_stored_tensor_keeps_no_graph_in_the_snapshot() -> None:
     layer = Layer()
     layer.last, node = exp_with_witness(torch.randn(2, requires_grad=True))
-    shot = snapshot(layer)
+    shot = snapshot(layer, replaces_attributes=True)
     assert node() is not None
     layer.last = None
+    shot.attribute_change()  # the call is over
     gc.collect()
     assert node() is None
     leave = recompute(shot)
@@ -241,3 +249,71 @@ def test_buffer_values_see_a_write_without_a_version() -> None:
     after = tree.buffer_values()
     assert [key[1] for key in after if after[key] != before[key]] == ["count"]
     assert all(name != "weight" for _, name in after)
+
+
+def test_small_buffers_are_cloned_whether_the_layer_writes_them_or_not() -> None:
+    """Kernels such as batch_norm write buffers without a trace."""
+    layer = nn.BatchNorm1d(2)
+    shot = snapshot(layer)
+    layer.running_mean.data.add_(1)
+    assert shot.changed_parameter() is None
+    leave = recompute(shot)
+    assert torch.equal(layer.running_mean, torch.zeros(2))
+    leave()
+    assert torch.equal(layer.running_mean, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda layer: None, ""),
+        (lambda layer: setattr(layer, "seen", [1]), "replaced"),
+        (lambda layer: layer.seen.append(1), "changed in place"),
+        (lambda layer: layer.table_of["a"].append(1), "changed in place"),
+        (lambda layer: layer.memory.add_(1), "changed in place"),
+    ],
+    ids=["nothing", "replaced", "list", "nested list", "tensor"],
+)
+def test_what_a_call_did_to_attributes_is_known(write: Any, expected: str) -> None:
+    layer = Layer()
+    layer.seen, layer.table_of, layer.memory = [], {"a": []}, torch.zeros(2)
+    shot = snapshot(layer)
+    write(layer)
+    assert shot.attribute_change() == expected
+
+
+def test_list_that_the_layer_changes_in_place_is_as_at_entry_in_each_recompute() -> None:
+    layer = Layer()
+    layer.seen = [1]
+    shot = snapshot(layer, mutates_attributes=True)
+    kept = layer.seen
+    layer.seen.append(2)
+    shot.attribute_change()
+    for _ in range(2):
+        leave = recompute(shot)
+        assert layer.seen == [1]
+        layer.seen.append(3)
+        leave()
+        assert layer.seen is kept
+        assert layer.seen == [1, 2]
+
+
+def test_gradients_are_hidden_from_a_backward_within_the_layer() -> None:
+    layer = Layer()
+    grad = layer.linear.weight.grad = torch.ones(2, 2)
+    shot = snapshot(layer)
+    leave = shot.put_back(shot.is_untouched(), watch_all=True, hide_grads=True)
+    assert layer.linear.weight.grad is None
+    layer.linear.weight.grad = torch.zeros(2, 2)
+    leave()
+    assert layer.linear.weight.grad is grad
+
+
+def test_leaving_tells_whether_attributes_were_left_changed() -> None:
+    layer = Layer()
+    shot = snapshot(layer)
+    assert recompute(shot)() is False
+    leave = recompute(shot)
+    layer.scale = 5.0
+    assert leave() is True
+    assert layer.scale == 2.0

@@ -21,6 +21,8 @@ from ckptdeco.engine.torch_private import (
     has_saved_tensor_hooks,
     is_inside_torch_checkpoint,
     is_plain_autograd,
+    is_torch_function_on,
+    torch_function_on,
     unseen_by_modes,
 )
 
@@ -188,6 +190,15 @@ def test_torchs_own_checkpoint_is_seen_first_and_again():
     assert not is_inside_torch_checkpoint()
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         assert not is_inside_torch_checkpoint()
+
+
+def test_torch_function_can_be_switched_on_again():
+    assert is_torch_function_on()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert not is_torch_function_on()
+        with torch_function_on():
+            assert is_torch_function_on()
+        assert not is_torch_function_on()
 
 
 def test_unseen_by_modes_hides_operators_from_both_kinds_of_modes():
