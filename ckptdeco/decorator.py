@@ -159,9 +159,7 @@ def _at_call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     return _at_named_call(None, wrapped, instance, args, kwargs)
 
 
-def _at_named_call(
-    name: str | None, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _at_named_call(name: str | None, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same, with the name that the user gave."""
     entry = context.active()
     if entry is None or not torch.is_grad_enabled():

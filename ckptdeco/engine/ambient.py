@@ -1,14 +1,16 @@
 """What surrounds a layer call and changes what it computes.
 
-Autocast per kind of device, the default dtype, torch-function modes (the default device is one): captured at forward
-and entered again around a recompute where they differ from what is there. Context variables are captured, too, as one
-`contextvars.Context`; a recompute runs in a fresh copy of it.
+Autocast per kind of device, the default dtype, torch-function modes (the default device is one), deterministic mode,
+and for layers with scaled-dot-product attention its backends: captured at forward and entered again around a recompute
+where they differ from what is there. Context variables are captured, too, as one `contextvars.Context`; a recompute
+runs in a fresh copy of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +19,27 @@ from ckptdeco.engine.torch_private import function_mode_again, function_modes
 
 __all__ = ["Ambient", "capture", "enter"]
 
-# Per kind of device with autocast on: name, dtype, weight cache. Then the default dtype, and the function modes.
-Ambient = tuple[tuple[tuple[str, torch.dtype, bool], ...], torch.dtype, tuple[object, ...]]
+Switch = tuple[Callable[[], bool], Callable[[bool], Any]]
+_cuda: Any = torch.backends.cuda
+_DETERMINISM: Switch = (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
+_ATTENTION: tuple[Switch, ...] = (
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+)
 
 
-def capture(devices: Devices) -> Ambient:
+class Ambient(NamedTuple):
+    """The surroundings of one call; compares equal if nothing differs."""
+
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # per kind of device with it on: name, dtype, weight cache
+    dtype: torch.dtype
+    modes: tuple[object, ...]
+    is_deterministic: bool
+    attention: tuple[bool, ...]
+
+
+def capture(devices: Devices, has_attention: bool) -> Ambient:
     """The present surroundings, for the CPU and the kinds of `devices`."""
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
     if devices or torch.is_autocast_enabled("cpu"):
@@ -32,12 +50,13 @@ def capture(devices: Devices) -> Ambient:
                 if torch.is_autocast_enabled(kind)
             ]
         )
-    return autocast, torch.get_default_dtype(), function_modes()
+    attention = tuple([is_on() for is_on, _ in _ATTENTION]) if has_attention else ()
+    return Ambient(autocast, torch.get_default_dtype(), function_modes(), _DETERMINISM[0](), attention)
 
 
 def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:
     """Make the present surroundings equal to `state` until `stack` ends."""
-    autocast, dtype, modes = state
+    autocast, dtype, modes, is_deterministic, attention = state
     on = {kind for kind, _, _ in autocast}
     for kind in {"cpu", *[device.type for device in devices]} - on:
         if torch.is_autocast_enabled(kind):
@@ -46,12 +65,22 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:
         stack.enter_context(torch.autocast(kind, dtype=autocast_dtype, cache_enabled=cache))
     if torch.get_default_dtype() is not dtype:
         stack.enter_context(_default_dtype(dtype))
+    _turn(stack, _DETERMINISM, is_deterministic)
+    for switch, wanted in zip(_ATTENTION, attention, strict=False):
+        _turn(stack, switch, wanted)
     present = function_modes()
     if present != modes:
         # Modes around backward stay; those of forward that are missing go on top of them.
         for mode in modes:
             if not any(mode is other for other in present):
                 stack.enter_context(function_mode_again(mode))
+
+
+def _turn(stack: ExitStack, switch: Switch, wanted: bool) -> None:
+    is_on, turn = switch
+    if is_on() != wanted:
+        stack.callback(turn, is_on())
+        turn(wanted)
 
 
 @contextmanager

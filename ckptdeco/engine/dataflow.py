@@ -9,10 +9,10 @@ call is that of the nearest stamped call upstream plus one, found a few nodes up
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from ckptdeco.engine.kept import geometry
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.kept import Kept
 
-__all__ = ["Chain", "Stamp", "Upstream", "has_custom_functions", "recognise", "stamp_outputs", "trace_inputs"]
+__all__ = ["Chain", "Stamp", "Upstream", "nodes_between", "recognise", "stamp_outputs", "trace_inputs"]
 
 _KEY = "ckptdeco"
 _MAX_NODES = 48  # how far upstream a call looks for its predecessor (R36)
@@ -175,18 +175,15 @@ def _search(node: Any, frame: Any) -> Stamp | None:
     return best
 
 
-def has_custom_functions(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
-    """Whether an autograd Function written in Python lies between the inputs and outputs of a layer call."""
-    ends = {tensor.grad_fn for tensor in inputs}
+def nodes_between(outputs: list[Tensor], inputs: list[Tensor]) -> Iterator[Any]:
+    """The autograd nodes of a layer call."""
     queue: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(queue) | ends
+    seen = {*queue, *[tensor.grad_fn for tensor in inputs]}
     for node in queue:
-        if isinstance(node, BackwardCFunction):
-            return True
+        yield node
         below = [child for child, _ in node.next_functions if child is not None and child not in seen]
         seen.update(below)
         queue += below
-    return False
 
 
 def _describe(node: Any, stamp: Stamp) -> str:

@@ -69,7 +69,9 @@ class Kept:
         alias = self.tensor
         if alias is None:
             (alias,) = self.node.saved_tensors
-        elif not alias.is_inference() and alias._version != self.version:
+        elif alias.is_inference():
+            return alias
+        elif alias._version != self.version:
             raise RuntimeError(f"is at version {alias._version}; expected version {self.version}")
         source = self.source()
         if source is not None and source.grad_fn is None and source._version == self.version:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptdeco.engine.state import BufferKey, ModuleTree
@@ -29,10 +30,14 @@ class Protection:
     __slots__ = (
         "boundary_inputs",
         "draws_on_host",
+        "generators",
         "has_custom_functions",
+        "ignored_slots",
         "is_stop_safe",
         "mutated_inputs",
+        "mutates_attributes",
         "n_calls",
+        "replaces_attributes",
         "sizes",
         "written_buffers",
     )
@@ -44,6 +49,10 @@ class Protection:
         self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
         self.draws_on_host = False  # from Python's or NumPy's generator
+        self.generators: tuple[torch.Generator, ...] = ()  # found on the layer and its class
+        self.replaces_attributes = False  # it stores other values on its module
+        self.mutates_attributes = False  # it changes containers or tensors on its module in place
+        self.ignored_slots: frozenset[int] = frozenset()  # saved tensors whose values are noise
         self.is_stop_safe = True  # early stop gives right values (R20)
         self.sizes: dict[Hashable, int] = {}  # bytes that a call saves, by the shapes of its inputs
 
@@ -55,12 +64,26 @@ class Protection:
 class LayerInfo:
     """One layer: a module, another object with a method, or a function."""
 
-    __slots__ = ("_reference", "code", "facts", "label", "last_chain", "name", "parameters", "protections", "tree")
+    __slots__ = (
+        "_reference",
+        "code",
+        "facts",
+        "label",
+        "last_chain",
+        "may_have_attention",
+        "name",
+        "parameters",
+        "protections",
+        "tree",
+    )
 
     def __init__(self, layer: Any, fn: Callable[..., Any], name: str | None) -> None:
         self._reference = _weak(layer)
         self.tree = ModuleTree(layer) if isinstance(layer, nn.Module) else None
         self.protections: dict[Hashable, Protection] = {}
+        self.may_have_attention = (
+            True  # until its graph was looked at: scaled-dot-product attention, whose backends can be chosen
+        )
         self.last_chain: Any = None  # the chain of the last pass that began here
         self.facts: dict[Hashable, Any] = {}  # what upper layers remember, e.g. whether a policy names this layer
         self.name = name or _name_in_model(layer) or _own_name(layer, fn)

@@ -7,6 +7,7 @@ is left. Calls are held weakly, so nothing here prolongs a call's life.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["LEFTOVER", "drop_leftover", "forget", "note"]
 
 LEFTOVER = -3  # the backward pass they belonged to has ended
-_calls: dict[int, list[weakref.ref[Call]]] = {}  # by backward pass: calls with values, in order of recompute
+# By backward pass: the thread it runs on, and the calls with values, in order of recompute.
+_calls: dict[int, tuple[int, list[weakref.ref[Call]]]] = {}
 _leftover: list[weakref.ref[Call]] = []
 
 
@@ -27,16 +29,17 @@ def note(task: int, call: Call) -> None:
     """Values wait on `call` in this backward pass."""
     if task == -1:
         return
-    calls = _calls.get(task)
-    if calls is None:
-        _calls[task] = calls = []
+    known = _calls.get(task)
+    if known is None:
+        _calls[task] = known = (threading.get_ident(), [])
         at_end_of_backward(partial(_end, task))
-    calls.append(weakref.ref(call))
+    known[1].append(weakref.ref(call))
 
 
 def _end(task: int) -> None:
     drop_leftover()
-    alive = [call for reference in _calls.pop(task, ()) if (call := reference()) is not None]
+    _, calls = _calls.pop(task, (0, []))
+    alive = [call for reference in calls if (call := reference()) is not None]
     last_walk = True
     for call in reversed(alive):
         call.rebuilt.pop(task, None)
@@ -65,8 +68,9 @@ def forget() -> None:
     """
     drop_leftover()
     if _calls and graph_task_id() == -1:
-        for task in list(_calls):
-            for reference in _calls.pop(task, ()):
+        here = threading.get_ident()
+        for task in [task for task, (thread, _) in list(_calls.items()) if thread == here]:
+            for reference in _calls.pop(task, (0, []))[1]:
                 call = reference()
                 if call is not None:
                     call.waiting.pop(task, None)

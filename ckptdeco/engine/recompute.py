@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ckptdeco.engine import pending, rng
+from ckptdeco.engine.exclusive import one_at_a_time
 from ckptdeco.engine.kept import Kept
 from ckptdeco.engine.rerun import Waiting, run_again, tensor_mismatch
 from ckptdeco.engine.saved import Saved, modified
@@ -71,16 +72,11 @@ def _recompute(target: Call, task: int) -> Waiting:
     target.record.log.is_over = True
     values: _Values = {}
     order = _walk(target, task, values) if target.has_references else [target]
-    before = _read_streams(order)
-    try:
-        result = _run_walk(target, task, order, values)
-    except BaseException:
-        for call in order:
-            call.waiting.pop(task, None)
-            call.rebuilt.pop(task, None)
-        raise
-    finally:
-        rng.restore(before)
+    if target.devices:
+        result = _run_and_restore(target, task, order, values)
+    else:
+        with one_at_a_time(target.info.label):
+            result = _run_and_restore(target, task, order, values)
     target.rebuilt.pop(task, None)  # calls are needed from the last to the first: nobody starts here again
     if task != -1:
         target.waiting[task] = result
@@ -90,6 +86,20 @@ def _recompute(target: Call, task: int) -> Waiting:
             call.waiting.pop(task, None)
             call.rebuilt.pop(task, None)
     return result
+
+
+def _run_and_restore(target: Call, task: int, order: list[Call], values: _Values) -> Waiting:
+    """Run the calls of a walk; leave the random number streams, and in case of an error everything, as they were."""
+    before = _read_streams(order)
+    try:
+        return _run_walk(target, task, order, values)
+    except BaseException:
+        for call in order:
+            call.waiting.pop(task, None)
+            call.rebuilt.pop(task, None)
+        raise
+    finally:
+        rng.restore(before)
 
 
 def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Waiting:

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import Frame, running
+from ckptdeco.engine.torch_private import fresh_memory_filled, is_torch_function_on, torch_function_on
 from ckptdeco.engine.trace import Trace, first_difference
 from ckptdeco.engine.tree import rebuild_arguments, tensors_in
 from ckptdeco.errors import (
@@ -29,8 +30,11 @@ from ckptdeco.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.saved import Saved
+    from ckptdeco.engine.state import Snapshot
 
 __all__ = ["Waiting", "run_again", "tensor_mismatch", "traced"]
 
@@ -93,20 +97,22 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     """
     call.record.n_recomputed += 1
     run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
-    snapshot = call.snapshot
-    is_untouched = snapshot is None or snapshot.is_untouched()
-    if snapshot is not None and not is_untouched:
-        name = snapshot.changed_parameter()
-        if name is not None:
-            raise ParameterModifiedError(
-                call.info.label,
-                f"parameter or buffer {name}",
-                "call backward before optimizer.step(), or before anything else that writes to the weights.",
-            )
+    outputs = _run(call, inputs, run)
+    suspects = run.verify()
+    if suspects and waiting is not None:
+        _explain_difference(call, inputs, waiting, suspects)
+    if call.watch is not None and call.watch.is_broken():
+        raise RandomnessError(call.info.label)
+    return outputs
+
+
+def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
+    """Run the call's forward under the hooks of `run`, in the surroundings and state of forward."""
+    leave_state: list[Callable[[], bool]] = []
     surroundings = _surroundings(call, run)
-    leave_state = None if snapshot is None else snapshot.put_back(is_untouched)
     outer = running.frame, running.recomputing
     try:
+        leave_state.extend(_put_back(call, snapshot) for snapshot in call.snapshots)
         if call.watch is not None:
             call.watch.set_back()
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
@@ -118,24 +124,74 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     finally:
         running.frame, running.recomputing = outer
         run.end()
-        if leave_state is not None:
-            leave_state()
-    run.verify()
-    if call.watch is not None and call.watch.is_broken():
-        raise RandomnessError(call.info.label)
+        has_stray = [leave() for leave in reversed(leave_state)]
+    if (
+        run.stopped and any(has_stray) and not call.protection.replaces_attributes
+    ):  # code after the stop would have undone it
+        call.protection.is_stop_safe = False
     return [] if run.stopped else tensors_in(result)
+
+
+def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
+    """Put module state back for the run; an error if forward's parameters are no more."""
+    is_untouched = snapshot.is_untouched()
+    if not is_untouched:
+        name = snapshot.changed_parameter()
+        if name is not None:
+            raise ParameterModifiedError(
+                call.info.label,
+                f"parameter or buffer {name}",
+                "call backward before optimizer.step(), or before anything else that writes to the weights.",
+            )
+    return snapshot.put_back(is_untouched, watch_all=call.is_checked, hide_grads=call.has_inner_backward)
+
+
+def _explain_difference(call: Call, inputs: list[Tensor], waiting: Waiting, suspects: list[int]) -> None:
+    """Saved tensors have other values than in forward: noise, or a wrong recompute?
+
+    Kernels save memory that they never filled (the workspace of an LSTM, the noise of rrelu in eval mode). So the
+    call is run once more with all fresh memory filled by torch: what differs again, or shows the filling, is noise and
+    is not compared from now on (R12). What is the same as in the first recompute was computed, hence is wrong.
+    """
+    second = Waiting()
+    verdict = _Rerun(call, second, may_stop=False)
+    verdict.fills_memory = True
+    _run(call, inputs, verdict)
+    for index in suspects:
+        if index in second and _is_noise(waiting[index][0], second[index][0]):
+            call.protection.ignored_slots |= {index}
+            continue
+        slot = call.slots[index]
+        saved = None if slot is None else slot()
+        meta = "" if saved is None else f" ({TensorMeta(tuple(saved.meta[0]), *saved.meta[1:])})"
+        raise ValueMismatch(call.info.label, f"saved tensor {index}{meta}")
+
+
+def _is_noise(value: Tensor, filled: Tensor) -> bool:
+    """Whether a saved tensor has parts that no kernel wrote; `filled` is from a run with fresh memory filled."""
+    if fingerprint(value) != fingerprint(filled):
+        return True
+    if filled.is_floating_point() or filled.is_complex():
+        return bool(filled.isnan().any())
+    return filled.dtype is not torch.bool and bool((filled == torch.iinfo(filled.dtype).max).any())
 
 
 def _surroundings(call: Call, run: _Rerun) -> AbstractContextManager[object]:
     """Grad mode, autocast and the tracing of operators for a run."""
     grad = torch.enable_grad()
-    if call.trace is None and ambient.capture(call.devices) == call.ambient:
+    is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
+    is_usual = is_usual and not run.fills_memory and call.trace is None
+    if is_usual and ambient.capture(call.devices, bool(call.ambient.attention)) == call.ambient:
         return grad
     stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch_function_on())  # backward of a tensor subclass switches it off
     stack.enter_context(grad)
     ambient.enter(stack, call.ambient, call.devices)
     if call.trace is not None:
         stack.enter_context(run.tracing())
+    if run.fills_memory:
+        stack.enter_context(fresh_memory_filled())
     return stack
 
 
@@ -143,7 +199,9 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
     """Inputs with the `requires_grad` that this call saw (R22)."""
     prepared: list[Tensor] = []
     for value, (requires_grad, is_leaf) in zip(inputs, call.flags, strict=True):
-        if is_leaf and value.requires_grad == requires_grad and value.grad_fn is None:
+        # A constant keeps its identity, as a parameter does; the user's own leaf gets no hook a second time.
+        is_constant = is_leaf and (not requires_grad or isinstance(value, nn.Parameter))
+        if is_constant and value.requires_grad == requires_grad and value.grad_fn is None:
             prepared.append(value)
             continue
         own = value.detach()
@@ -160,7 +218,19 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
 class _Rerun:
     """The saved-tensor hooks of one run of a call in backward."""
 
-    __slots__ = ("call", "cells", "error", "has_inner_backward", "last", "n", "slots", "stopped", "trace", "waiting")
+    __slots__ = (
+        "call",
+        "cells",
+        "error",
+        "fills_memory",
+        "has_inner_backward",
+        "last",
+        "n",
+        "slots",
+        "stopped",
+        "trace",
+        "waiting",
+    )
 
     def __init__(self, call: Call, waiting: Waiting | None, may_stop: bool) -> None:
         self.call = call
@@ -170,6 +240,7 @@ class _Rerun:
         self.cells: list[_Cell] = []
         self.error: BaseException | None = None
         self.has_inner_backward = call.has_inner_backward
+        self.fills_memory = False
         self.stopped = False
         self.trace: Trace | None = None
         self.last = -1  # slot at which to stop
@@ -220,26 +291,31 @@ class _Rerun:
             cell.value = None
         self.cells = []
 
-    def verify(self) -> None:
-        """Compare the run with forward (R12, R22); raises."""
+    def verify(self) -> list[int]:
+        """Compare the run with forward (R22); raises. Returns slots whose values differ, if values are compared."""
         if self.error is not None:  # raised before, but user code swallowed it
             raise self.error
         call = self.call
         n_forward = len(self.slots)
         if not self.stopped and self.n != n_forward and not (self.n > n_forward and call.options.early_stop):
             raise SavedTensorMismatch(call.info.label, None, n_forward, self.n, trace=_trace(call, self.trace))
-        if call.is_checked and self.waiting is not None:
-            self._verify_values(self.waiting)
+        if not call.is_checked or self.waiting is None:
+            return []
+        if call.options.determinism_check != "values":
+            call.is_checked = False  # verified once (R12)
+        return self._differing(self.waiting)
 
-    def _verify_values(self, waiting: Waiting) -> None:
-        call = self.call
+    def _differing(self, waiting: Waiting) -> list[int]:
+        found = []
+        ignored = self.call.protection.ignored_slots
         for index, (value, _) in waiting.items():
             slot = self.slots[index]
             saved = None if slot is None else slot()
-            if saved is not None and fingerprint(value) != saved.values:
-                raise ValueMismatch(call.info.label, f"saved tensor {index} ({TensorMeta.of(value)})")
-        if call.options.determinism_check != "values":
-            call.is_checked = False  # verified once (R12)
+            if saved is None or saved.values is None or index in ignored:
+                continue
+            if fingerprint(value) not in (saved.values, None):
+                found.append(index)
+        return found
 
 
 def tensor_mismatch(call: Call, saved: Saved, tensor: Tensor | None, trace: Trace | None = None) -> SavedTensorMismatch:

@@ -11,25 +11,26 @@ class adds to `nn.Module`, and whole columns with `map` rather than one value af
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from ckptdeco.engine.attributes import ATOMS, keep_value, leads_to_graph, signature
 from ckptdeco.engine.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from ckptdeco.engine.layer import Protection
 
 __all__ = ["BufferKey", "ModuleTree", "Snapshot"]
 
 BufferKey = tuple[int, str]  # identity of a module's buffer dictionary, name
 _Undo = list[Callable[[], Any]]
+_SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned at every call
 
-# Types of attribute values that lead to no graph: the common ones, so that most layers need no closer look.
-_GRAPHLESS = frozenset({bool, int, float, str, type(None), tuple, dict, OrderedDict, set, torch.dtype, torch.device})
 _BASE = frozenset(nn.Module().__dict__) - {
     "training"
 }  # attributes that every module has: dictionaries, seen by content
@@ -45,7 +46,17 @@ class ModuleTree:
     Holds modules weakly: it lives in a register that must not keep a model alive.
     """
 
-    __slots__ = ("_children", "_modules", "_size", "getters", "has_buffers", "keys", "own_code", "owners")
+    __slots__ = (
+        "_children",
+        "_modules",
+        "_size",
+        "getters",
+        "has_buffers",
+        "keys",
+        "own_code",
+        "owners",
+        "small_buffers",
+    )
 
     def __init__(self, root: nn.Module) -> None:
         self._find(root)
@@ -60,7 +71,12 @@ class ModuleTree:
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
         self.own_code = [i for i, m in enumerate(modules) if not type(m).__module__.startswith("torch.nn.modules.")]
         self.owners: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
-        self.has_buffers = any(module._buffers for module in modules)
+        buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
+        self.has_buffers = bool(buffers)
+        # Kernels such as batch_norm write buffers without a trace: small ones are never given to a recompute.
+        self.small_buffers: frozenset[BufferKey] = frozenset()
+        if sum(map(_n_bytes, buffers)) <= _SMALL:
+            self.small_buffers = frozenset([(id(m._buffers), name) for m in modules for name in m._buffers])
         return modules
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
@@ -95,10 +111,14 @@ def _tensors_of(owners: list[dict[str, Any]]) -> list[Tensor]:
     return [tensor for tensor in _values(owners) if tensor is not None]
 
 
+def _n_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _addresses(tensors: list[Tensor]) -> list[int]:
     try:
         return [*map(Tensor.data_ptr, tensors)]
-    except RuntimeError:  # tensors without storage of their own
+    except (RuntimeError, ValueError):  # tensors without storage of their own, parameters not yet made
         return [0] * len(tensors)
 
 
@@ -106,29 +126,77 @@ class Snapshot:
     """State of a module tree at entry of one layer call."""
 
     __slots__ = (
-        "addresses", "attributes", "clones", "getters", "has_unusual_attributes", "keys", "marks", "modules",
-        "own_code", "owners", "tensors",
+        "addresses", "attributes", "clones", "copies", "getters", "has_unusual_attributes", "keys", "marks", "modules",
+        "n_entries", "originals", "own_code", "owners", "signatures", "tensors",
     )  # fmt: skip
 
-    def __init__(self, tree: ModuleTree, root: nn.Module, written: frozenset[BufferKey]) -> None:
+    def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection, is_due: bool) -> None:
         self.modules = modules = tree.modules(root)
         self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
         self.has_unusual_attributes = False
+        self.signatures: list[Any] | None = None
+        self.originals = self.attributes  # while the call runs
+        self.copies: dict[int, tuple[Any, ...]] = {}
         for i in tree.own_code:
-            if not _GRAPHLESS.issuperset(map(type, self.attributes[i])):
+            if not ATOMS.issuperset(map(type, self.attributes[i])):
                 self.has_unusual_attributes = True
-                self.attributes[i] = _without_graphs(self.attributes[i])
+        if self.has_unusual_attributes:
+            if is_due:
+                self.signatures = self._signatures()
+            is_changing = protection.replaces_attributes or protection.mutates_attributes
+            if is_changing or any(leads_to_graph(v) for i in tree.own_code for v in self.attributes[i]):
+                self._keep_attributes(protection.mutates_attributes)
         self.tensors = _tensors_of(tree.owners)
+        self.n_entries = sum(map(len, tree.owners))
         self.marks: list[tuple[int, bool]] = [*map(_marks, self.tensors)]  # version, requires_grad
         self.addresses = _addresses(self.tensors)
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []
+        written = protection.written_buffers | tree.small_buffers
         if written:
             self.clones = [
                 (owner, name, tensor.detach().clone())
                 for owner, name, tensor in self._places()
-                if (id(owner), name) in written
+                if (id(owner), name) in written and not isinstance(tensor, nn.Parameter)
             ]
+
+    def _signatures(self) -> list[Any]:
+        return [[*map(signature, self.getters[i](self.modules[i].__dict__))] for i in self.own_code]
+
+    def _keep_attributes(self, clone: bool) -> None:
+        """Hold copies where the layer changes what it stores on itself: they lead to no graph of an earlier call."""
+        self.attributes = list(self.attributes)
+        for i in self.own_code:
+            self.copies[i] = self.attributes[i] = tuple([keep_value(value, clone) for value in self.attributes[i]])
+
+    def attribute_change(self) -> str:
+        """What the call, which is over, did to attributes: "" for nothing, "replaced", or "changed in place"."""
+        originals, self.originals = self.originals, self.attributes
+        signatures, self.signatures = self.signatures, None
+        if not self._has_attributes(originals, self.own_code):
+            return "replaced"
+        try:
+            if signatures is not None and signatures != self._signatures():
+                return "changed in place"
+        except RuntimeError:  # values that cannot be compared
+            pass
+        return ""
+
+    def attribute_values(self) -> list[tuple[Any, ...]]:
+        """What modules with code of their own hold as attributes, and their classes."""
+        classes = [tuple(vars(type(self.modules[i])).values()) for i in self.own_code]
+        return [self.attributes[i] for i in self.own_code] + classes
+
+    def has_written_parameters(self) -> bool:
+        """Whether a parameter has another version than at entry."""
+        return any(
+            tensor._version != version and isinstance(tensor, nn.Parameter)
+            for tensor, (version, _) in zip(self.tensors, self.marks, strict=True)
+        )
+
+    def has_new_tensors(self) -> bool:
+        """Whether parameters or buffers were added, removed or replaced (lazy layers)."""
+        return self.n_entries != sum(map(len, self.owners))
 
     def _places(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Where each tensor stood at entry: the owner's dictionary and the name."""
@@ -177,19 +245,24 @@ class Snapshot:
                 return f"{prefix}.{name}" if prefix else name
         return name
 
-    def put_back(self, is_untouched: bool) -> Callable[[], None]:
+    def put_back(self, is_untouched: bool, watch_all: bool, hide_grads: bool) -> Callable[[], bool]:
         """Put the state of entry back for a recompute; returns what sets the present state again afterwards.
 
-        `is_untouched` is the answer of the method of that name. The recompute writes to clones of the buffers that its
-        layer writes; the module's own keep their values.
+        `is_untouched` is the answer of the method of that name, `watch_all` asks for a look at all modules afterwards,
+        not only at those whose code is not torch's; `hide_grads` keeps gradients out of reach of a backward within the
+        layer, which forward ran already. What is returned tells whether attributes were left changed. The recompute
+        writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
         undo: _Undo = []
-        watched: Any = self.own_code  # where the recompute itself may change attributes
+        watched: Any = range(len(self.modules)) if watch_all else self.own_code
         if not self._has_same_attributes():
             watched = range(len(self.modules))
             for i in watched:
                 undo.append(partial(_assign, self.modules[i], _own_attributes(self.modules[i])))
                 _assign(self.modules[i], self._entry(i))
+            for i, values in self.copies.items():  # the recompute may change these in its turn
+                fresh = [keep_value(value, clone=True) for value in values]
+                _assign(self.modules[i], dict(zip(self.keys[i], fresh, strict=False)))
         if not self._holds_the_same():
             for owner, name, tensor in self._places():
                 if owner.get(name) is not tensor:
@@ -203,14 +276,20 @@ class Snapshot:
         for owner, name, value in self.clones:
             undo.append(partial(owner.__setitem__, name, owner.get(name)))
             owner[name] = value.clone()
+        if hide_grads:
+            for tensor in self.tensors:
+                undo.append(partial(setattr, tensor, "grad", tensor.grad))
+                tensor.grad = None
         return partial(self._leave, watched, undo)
 
-    def _leave(self, watched: Any, undo: _Undo) -> None:
-        if not self._has_same_attributes_in(watched):
+    def _leave(self, watched: Any, undo: _Undo) -> bool:
+        is_stray = not self._has_attributes(self.attributes, watched)
+        if is_stray:
             for i in watched:
                 _assign(self.modules[i], self._entry(i))
         for action in reversed(undo):
             action()
+        return is_stray
 
     def _entry(self, i: int) -> dict[str, Any]:
         return dict(zip(self.keys[i], self.attributes[i], strict=False))
@@ -227,11 +306,12 @@ class Snapshot:
         n_attributes = sum(map(len, self.attributes)) + (len(_BASE) - 1) * len(dictionaries)
         return sum(map(len, dictionaries)) == n_attributes
 
-    def _has_same_attributes_in(self, which: Any) -> bool:
+    def _has_attributes(self, attributes: list[tuple[Any, ...]], which: Any) -> bool:
+        """Whether these modules hold the very values in `attributes`."""
         try:
             for i in which:
                 values = self.modules[i].__dict__
-                entry = self.attributes[i]
+                entry = attributes[i]
                 if len(values) != len(_BASE) + len(entry) - 1 or not all(map(is_, self.getters[i](values), entry)):
                     return False
         except KeyError:  # an attribute is gone
@@ -255,10 +335,3 @@ def _assign(module: nn.Module, values: dict[str, Any]) -> None:
     for key, value in values.items():
         if key not in attributes or attributes[key] is not value:
             attributes[key] = value
-
-
-def _without_graphs(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Values that do not keep the graph of a tensor that a layer stored on itself (it may lead to earlier calls)."""
-    return tuple(
-        [v.detach().requires_grad_() if isinstance(v, Tensor) and v.grad_fn is not None else v for v in values]
-    )

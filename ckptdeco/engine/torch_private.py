@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
+    "fresh_memory_filled",
     "function_mode_again",
     "function_modes",
     "graph_task_id",
     "has_saved_tensor_hooks",
     "is_inside_torch_checkpoint",
     "is_plain_autograd",
+    "is_torch_function_on",
+    "torch_function_on",
     "unseen_by_modes",
 ]
 
@@ -36,9 +40,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_forward_ad: Any = forward_ad
 _hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_functorch_level: Callable[[], Any] = torch._C._functorch.maybe_current_level
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_plain_autograd() -> bool:
@@ -48,7 +53,7 @@ def is_plain_autograd() -> bool:
     """
     if _functorch_level() is not None or not _hooks_enabled():
         return False
-    return forward_ad._current_level < 0 and not torch._C._is_tracing()
+    return bool(_forward_ad._current_level < 0) and not torch._C._is_tracing()
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -72,6 +77,27 @@ def is_inside_torch_checkpoint() -> bool:
     """Whether `torch.utils.checkpoint` runs a region of its own on this thread, for the first time or again."""
     hooks = _top_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+@contextmanager
+def fresh_memory_filled() -> Iterator[None]:
+    """Have torch fill uninitialised memory with known values, as its deterministic mode does."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switch: Any = torch.utils.deterministic
+    fills = switch.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switch.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            switch.fill_uninitialized_memory = fills
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+is_torch_function_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+torch_function_on: Callable[[], Any] = torch._C._EnableTorchFunction
 
 
 @contextmanager

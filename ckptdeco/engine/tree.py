@@ -56,7 +56,7 @@ Template = Any  # _Leaf | _Branch | any other object, which stands for itself
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Template]:
     """The tensors among the arguments of a call, and the template of both."""
-    if not kwargs and set(map(type, args)) == _ONLY_TENSORS:
+    if not kwargs and set(map(type, args)) == _ONLY_TENSORS and len(set(map(id, args))) == len(args):
         return [*args], _FLAT
     tensors: list[Tensor] = []
     template = flatten([args, kwargs], tensors)
@@ -83,6 +83,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 def flatten(value: Any, tensors: list[Tensor], depth: int = 0) -> Template:
     """Append the tensors found in `value` to `tensors` and return the template that puts them back."""
     if isinstance(value, Tensor):
+        for index, tensor in enumerate(tensors):
+            if tensor is value:  # the same object twice: layers ask `query is key`
+                return _Leaf(index)
         tensors.append(value)
         return _Leaf(len(tensors) - 1)
     kind = type(value)

@@ -138,7 +138,6 @@ def test_parameter_is_not_on_the_bill() -> None:
     assert Kept(torch.nn.Parameter(torch.randn(3))).n_bytes == 0
 
 
-@pytest.mark.xfail(strict=False, reason="Kept.get asks an inference tensor that is alive for its version")
 def test_inference_tensor_is_kept_as_a_plain_reference() -> None:
     """R17."""
     with torch.inference_mode():

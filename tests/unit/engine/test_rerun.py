@@ -20,7 +20,6 @@ def even(x: Tensor) -> Tensor:
     return (x * hidden["sign"]).pow(4)
 
 
-@pytest.mark.xfail(strict=False, reason="equal outputs are taken to mean that the saved tensors are noise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_changed_hidden_input_is_noticed_although_the_outputs_are_the_same(dtype: torch.dtype) -> None:
     hidden["sign"] = 1.0
@@ -38,7 +37,6 @@ class Plain(nn.Linear):
         return super().forward(x).exp().sin()
 
 
-@pytest.mark.xfail(strict=False, reason="the state of entry holds attributes with their graph")
 def test_output_that_the_user_stores_on_the_layer_keeps_no_earlier_one_alive() -> None:
     """R15, R23: as in plain, one output is alive."""
     layer, outputs = Plain(3, 3), []

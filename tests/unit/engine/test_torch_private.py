@@ -15,6 +15,7 @@ from ckptdeco.engine import torch_private
 from ckptdeco.engine.torch_private import (
     TorchDispatchMode,
     at_end_of_backward,
+    fresh_memory_filled,
     function_mode_again,
     function_modes,
     graph_task_id,
@@ -221,3 +222,10 @@ def test_unseen_by_modes_hides_operators_from_both_kinds_of_modes():
         assert seen == []
         x + 1
     assert set(seen) == {"dispatch", "function"}
+
+
+def test_fresh_memory_filled_fills_and_restores_the_switches():
+    with fresh_memory_filled():
+        assert torch.empty(100).isnan().all()
+        assert (torch.empty(100, dtype=torch.uint8) == 255).all()
+    assert not torch.are_deterministic_algorithms_enabled()

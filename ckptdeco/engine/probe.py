@@ -1,0 +1,148 @@
+"""Every call is a probe (R19): what it saved is held while it runs, and at its end it is known what it did."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.layer import Protection
+from ckptdeco.engine.saved import NO_TASK, Saved, is_parameter
+
+if TYPE_CHECKING:
+    from ckptdeco.engine.call import Call
+    from ckptdeco.engine.state import BufferKey, ModuleTree, Snapshot
+
+__all__ = ["Probe", "learn", "versions_of"]
+
+
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """Version counters; inference tensors have none."""
+    return [t._version if not t.is_inference() else 0 for t in tensors]
+
+
+def learn(
+    call: Call,
+    protection: Protection,
+    tensors: list[Tensor],
+    versions: list[int],
+    buffers: list[tuple[ModuleTree, dict[BufferKey, int | None] | None]],
+) -> str:
+    """What the call did that it was not protected from; "" if nothing. The next call is protected (R19)."""
+    surprise = ""
+    if versions != versions_of(tensors):
+        mutated = {i for i, (a, b) in enumerate(zip(versions, versions_of(tensors), strict=True)) if a != b}
+        if not mutated <= protection.mutated_inputs:
+            protection.mutated_inputs |= mutated
+            surprise = "it changed an input in place"
+    for snapshot, (tree, before) in zip(call.snapshots, buffers, strict=True):
+        surprise = _learn_state(protection, snapshot, tree, before) or surprise
+    return surprise
+
+
+def _learn_state(
+    protection: Protection, snapshot: Snapshot, tree: ModuleTree, before: dict[BufferKey, int | None] | None
+) -> str:
+    """The same, for the state of one module tree."""
+    surprise = ""
+    change = snapshot.attribute_change()
+    if change == "replaced" and not protection.replaces_attributes:
+        protection.replaces_attributes = True
+        surprise = "it stored a value on its module"
+    elif change == "changed in place" and not protection.mutates_attributes:
+        protection.mutates_attributes = True
+        surprise = "it changed a value on its module in place"
+    if snapshot.has_new_tensors():
+        return "it added or removed a parameter or buffer"
+    if not snapshot.is_untouched():
+        if snapshot.has_written_parameters():  # nothing can protect the next call from that
+            return "it wrote a parameter"
+        written = snapshot.written_buffers()
+        if not written <= (protection.written_buffers | tree.small_buffers):
+            protection.written_buffers |= written
+            surprise = "it wrote a buffer"
+    if before is not None:
+        after = tree.buffer_values()
+        written = {key for key in after if before.get(key) != after[key]}
+        if not written <= (protection.written_buffers | tree.small_buffers):
+            protection.written_buffers |= written
+            surprise = "it wrote a buffer"
+    return surprise
+
+
+class Probe:
+    """Holds the saved tensors of a running call until it is known what to do with them."""
+
+    __slots__ = ("saved", "values")
+
+    def __init__(self) -> None:
+        self.saved: list[Saved] = []
+        self.values: list[int | None] = []  # fingerprints, if the call is checked by value
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """The hook: hold the tensor in a slot."""
+        saved = Saved(tensor)
+        self.saved.append(saved)
+        return saved
+
+    def pack_checked(self, tensor: Tensor) -> Saved:
+        """As `pack`, and read the values."""
+        self.values.append(None if is_parameter(tensor) else fingerprint(tensor))
+        return self.pack(tensor)
+
+    def keep_all(self) -> None:
+        """Store everything: as detached aliases, since the tensors themselves would close cycles."""
+        for saved in self.saved:
+            value = saved.value
+            if value is not None and value.grad_fn is not None:
+                saved.value = value.detach()
+
+    def drop(self, call: Call) -> int:
+        """Drop what can be recomputed, and note per slot what was decided (R22)."""
+        slots = call.slots
+        n_dropped = 0
+        reference = weakref.ref
+        for index, saved in enumerate(self.saved):
+            value: Any = saved.value
+            if saved.task != NO_TASK:  # `autograd.grad` ran inside the call
+                call.has_inner_backward = True
+                saved.task = NO_TASK
+            if is_parameter(value):  # alive anyway, with its version (R8)
+                if value.grad_fn is not None:
+                    saved.value = value.detach()
+                slots.append(None)
+                continue
+            saved.value = None
+            saved.call = call
+            saved.index = index
+            saved.meta = value.shape, value.dtype, value.device
+            saved.is_modified = value._version != saved.version  # backward must say so, as without us (R21)
+            if self.values:
+                saved.values = self._values(index, value, call.protection)
+            slots.append(reference(saved))
+            n_dropped += 1
+        self.saved = []
+        return n_dropped
+
+    def _values(self, index: int, value: Tensor, protection: Protection) -> int | None:
+        now = fingerprint(value)
+        if now != self.values[index]:  # saved before it was filled: stopping there would give noise (R20)
+            protection.is_stop_safe = False
+        return now
+
+    def n_bytes(self) -> int:
+        """Bytes of the unique storages held, without parameters."""
+        storages: dict[int, int] = {}
+        for saved in self.saved:
+            value: Any = saved.value
+            if is_parameter(value):
+                continue
+            try:
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):
+                storages[-id(saved)] = value.nbytes if value.layout is torch.strided else 0
+        return sum(storages.values())

@@ -1,0 +1,42 @@
+"""The modules whose state a call may read: the layer itself, or what a plain function refers to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["modules_behind"]
+
+
+def modules_behind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
+    """Modules among the arguments, bound to the function, in its closure, or named by it in its globals."""
+    found: dict[int, nn.Module] = {}
+    for value in (*_referred(function), *args, *kwargs.values()):
+        if isinstance(value, nn.Module):
+            found[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            found.update({id(item): item for item in value if isinstance(item, nn.Module)})
+    return list(found.values())
+
+
+def _referred(function: Any) -> Iterator[Any]:
+    yield function
+    if type(function) is functools.partial:
+        yield from _referred(function.func)
+        yield from function.args
+        yield from function.keywords.values()
+    elif type(function) is MethodType:
+        yield function.__self__
+    elif type(function) is FunctionType:
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                continue
+        names = function.__globals__
+        for name in function.__code__.co_names:
+            yield names.get(name)
