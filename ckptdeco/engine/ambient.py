@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,14 +29,9 @@ _ATTENTION: tuple[Switch, ...] = (
 )
 
 
-class Ambient(NamedTuple):
-    """The surroundings of one call; compares equal if nothing differs."""
-
-    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # per kind of device with it on: name, dtype, weight cache
-    dtype: torch.dtype
-    modes: tuple[object, ...]
-    is_deterministic: bool
-    attention: tuple[bool, ...]
+# Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, deterministic
+# mode, backends of attention (empty for layers without).
+Ambient = tuple[tuple[tuple[str, torch.dtype, bool], ...], torch.dtype, tuple[object, ...], bool, tuple[bool, ...]]
 
 
 def capture(devices: Devices, has_attention: bool) -> Ambient:
@@ -51,7 +46,13 @@ def capture(devices: Devices, has_attention: bool) -> Ambient:
             ]
         )
     attention = tuple([is_on() for is_on, _ in _ATTENTION]) if has_attention else ()
-    return Ambient(autocast, torch.get_default_dtype(), function_modes(), _DETERMINISM[0](), attention)
+    return (
+        autocast,
+        torch.get_default_dtype(),
+        function_modes(),
+        torch.are_deterministic_algorithms_enabled(),
+        attention,
+    )
 
 
 def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:

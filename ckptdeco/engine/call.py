@@ -170,7 +170,7 @@ def run(
 
     trees = _trees(info, layer, body, inputs)
     call.snapshots = [Snapshot(tree, root, protection, is_due) for tree, root in trees]
-    before = [tree.buffer_values() if is_due and tree.has_buffers else None for tree, _ in trees]
+    before = [tree.buffer_values() if is_due else None for tree, _ in trees]
     versions = versions_of(tensors)
     if options.preserve_rng_state:
         _watch_randomness(call, inputs, is_due or protection.draws_on_host, is_due)

@@ -181,7 +181,7 @@ def _surroundings(call: Call, run: _Rerun) -> AbstractContextManager[object]:
     grad = torch.enable_grad()
     is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
     is_usual = is_usual and not run.fills_memory and call.trace is None
-    if is_usual and ambient.capture(call.devices, bool(call.ambient.attention)) == call.ambient:
+    if is_usual and ambient.capture(call.devices, bool(call.ambient[-1])) == call.ambient:
         return grad
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))

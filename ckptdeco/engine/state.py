@@ -51,7 +51,7 @@ class ModuleTree:
         "_modules",
         "_size",
         "getters",
-        "has_buffers",
+        "has_large_buffers",
         "keys",
         "own_code",
         "owners",
@@ -72,10 +72,10 @@ class ModuleTree:
         self.own_code = [i for i, m in enumerate(modules) if not type(m).__module__.startswith("torch.nn.modules.")]
         self.owners: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
         buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
-        self.has_buffers = bool(buffers)
         # Kernels such as batch_norm write buffers without a trace: small ones are never given to a recompute.
         self.small_buffers: frozenset[BufferKey] = frozenset()
-        if sum(map(_n_bytes, buffers)) <= _SMALL:
+        self.has_large_buffers = sum(map(_n_bytes, buffers)) > _SMALL
+        if not self.has_large_buffers:
             self.small_buffers = frozenset([(id(m._buffers), name) for m in modules for name in m._buffers])
         return modules
 

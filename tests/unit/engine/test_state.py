@@ -230,7 +230,7 @@ def test_tree_keeps_no_module_alive() -> None:
     del layer
     gc.collect()
     assert gone() is None
-    assert tree.has_buffers
+    assert tree.has_large_buffers
 
 
 def test_module_that_was_added_is_found() -> None:
