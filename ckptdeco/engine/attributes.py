@@ -1,21 +1,24 @@
-"""Values that a layer stores on itself: noticing that a call changed them, and keeping them as they were (R19, R23).
+"""Values that a layer stores on itself or is given: noticing that a call changed them, and keeping them as they were.
 
-Plain values are replaced and compared by identity. Containers and plain tensors may be changed in place, which only a
-closer look finds: it is taken at calls that are checked by value, and once it found something, at all calls.
+Plain values are replaced and compared by identity. Containers, plain tensors and objects (a KV cache) may be changed in
+place, which only a closer look finds: it is taken at calls that are checked by value, and once it found something, the
+layer's calls keep copies (R19, R23).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ckptdeco.engine.tree import flatten, rebuild
+from ckptdeco.engine.tree import flatten
 
-__all__ = ["ATOMS", "keep_value", "leads_to_graph", "signature"]
+__all__ = ["ATOMS", "is_plain_object", "keep_value", "leads_to_graph", "signature"]
 
 # Types of values that lead to no graph and cannot be changed in place.
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -37,13 +40,27 @@ def signature(value: Any, depth: int = 0) -> Any:
             return id(value), [(signature(k), signature(v, depth + 1)) for k, v in value.items()]
         if kind in (set, frozenset):
             return id(value), set(map(id, value))
+        if is_plain_object(value):
+            return id(value), signature(vars(value), depth + 1)
     return id(value)
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether it is an instance of a class written in Python that holds its state in attributes, such as a cache."""
+    if isinstance(value, (nn.Module, type, Enum, FunctionType, MethodType, ModuleType)) or not hasattr(
+        value, "__dict__"
+    ):
+        return False
+    kind: Any = type(value)
+    return bool(kind.__reduce_ex__ is object.__reduce_ex__) and kind.__module__ != "builtins"
 
 
 def leads_to_graph(value: Any) -> bool:
     """Whether a tensor with a graph is the value, or in it."""
     if isinstance(value, Tensor):
         return value.grad_fn is not None
+    if is_plain_object(value):
+        return any(isinstance(item, Tensor) and item.grad_fn is not None for item in vars(value).values())
     if type(value) not in _CONTAINERS:
         return False
     tensors: list[Tensor] = []
@@ -51,7 +68,7 @@ def leads_to_graph(value: Any) -> bool:
     return any(tensor.grad_fn is not None for tensor in tensors)
 
 
-def keep_value(value: Any, clone: bool) -> Any:
+def keep_value(value: Any, clone: bool, depth: int = 0) -> Any:
     """A copy to hold until a recompute: containers are new, tensors lead to no graph.
 
     Tensors have memory of their own if the layer is known to write them (`clone`).
@@ -61,12 +78,20 @@ def keep_value(value: Any, clone: bool) -> Any:
         return value
     if isinstance(value, Tensor):
         return _keep_tensor(value, clone)
-    if kind in _CONTAINERS:
-        tensors: list[Tensor] = []
-        template = flatten(value, tensors)
-        return rebuild(template, [_keep_tensor(tensor, clone) for tensor in tensors])
+    if depth > _MAX_DEPTH:
+        return value
+    if kind in (list, tuple):
+        return kind([keep_value(item, clone, depth + 1) for item in value])
+    if kind in (dict, OrderedDict):
+        return kind([(key, keep_value(item, clone, depth + 1)) for key, item in value.items()])
+    if kind is defaultdict:
+        return defaultdict(value.default_factory, [(k, keep_value(v, clone, depth + 1)) for k, v in value.items()])
     if kind in (set, deque):
         return copy.copy(value)
+    if is_plain_object(value):
+        kept = object.__new__(kind)
+        vars(kept).update(keep_value(vars(value), clone, depth + 1))
+        return kept
     return value
 
 

@@ -11,8 +11,9 @@ Strong references lead only backwards in time: saved slot -> call -> producing c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, recompute, rng
+from ckptdeco.engine.attributes import is_plain_object, keep_value, signature
 from ckptdeco.engine.dataflow import Chain, Upstream, nodes_between, stamp_outputs
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.kept import Kept
@@ -33,7 +35,7 @@ from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, unpack
 from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
-from ckptdeco.engine.tree import Template, flatten_arguments, path_of, tensors_in
+from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
@@ -175,6 +177,7 @@ def run(
     if options.preserve_rng_state:
         _watch_randomness(call, inputs, is_due or protection.draws_on_host, is_due)
 
+    objects = _watch_objects(call, inputs, is_due)
     probe = Probe()
     pack = probe.pack_checked if is_due else probe.pack
     call.is_checked = check
@@ -196,7 +199,7 @@ def run(
         call.watch.end()
         if call.watch.drew_on_host():
             protection.draws_on_host = True
-    surprise = learn(
+    surprise = _learn_objects(protection, objects) or learn(
         call, protection, tensors, versions, [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
     )
     n_dropped = 0
@@ -221,6 +224,38 @@ def run(
             for stamp in stamps:
                 stamp.values = call.outputs[stamp.index]
     return result
+
+
+def _watch_objects(call: Call, inputs: Inputs, is_due: bool) -> list[tuple[Any, Any]]:
+    """Objects among the arguments with their signatures, if this call is looked at; keeps copies if they change."""
+    if len(inputs.args) + len(inputs.kwargs) == len(inputs.tensors):
+        return []
+    if call.protection.mutates_arguments:
+        call.template = with_held_objects(call.template, _hold)
+    found = objects_in(inputs.template)
+    if not is_due:
+        return [(value, None) for value in found if isinstance(value, Iterator)]
+    return [(value, signature(value)) for value in found]
+
+
+def _hold(value: Any) -> Any:
+    if not is_plain_object(value):
+        return value
+    return Held(keep_value(value, clone=True), partial(keep_value, clone=True))
+
+
+def _learn_objects(protection: Protection, objects: list[tuple[Any, Any]]) -> str:
+    """Whether the call used up or changed an object that it was given."""
+    if any(isinstance(value, Iterator) for value, _ in objects):
+        return "it was given an iterator"
+    if protection.mutates_arguments:
+        return ""
+    try:
+        is_changed = any(signature(value) != before for value, before in objects)
+    except RuntimeError:  # values that cannot be compared
+        is_changed = False
+    protection.mutates_arguments = is_changed
+    return "it changed an object that it was given" if is_changed else ""
 
 
 def _look_at_graph(info: LayerInfo, protection: Protection, outputs: list[Tensor], inputs: list[Tensor]) -> None:

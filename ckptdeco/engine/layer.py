@@ -35,6 +35,7 @@ class Protection:
         "ignored_slots",
         "is_stop_safe",
         "mutated_inputs",
+        "mutates_arguments",
         "mutates_attributes",
         "n_calls",
         "replaces_attributes",
@@ -51,6 +52,7 @@ class Protection:
         self.draws_on_host = False  # from Python's or NumPy's generator
         self.generators: tuple[torch.Generator, ...] = ()  # found on the layer and its class
         self.replaces_attributes = False  # it stores other values on its module
+        self.mutates_arguments = False  # it changes objects that it is given, such as a cache
         self.mutates_attributes = False  # it changes containers or tensors on its module in place
         self.ignored_slots: frozenset[int] = frozenset()  # saved tensors whose values are noise
         self.is_stop_safe = True  # early stop gives right values (R20)

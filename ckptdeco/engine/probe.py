@@ -57,8 +57,7 @@ def _learn_state(
         surprise = "it changed a value on its module in place"
     if snapshot.has_new_tensors():
         return "it added or removed a parameter or buffer"
-    # A parameter written at a call that is not looked at is found in its recompute, which raises.
-    if (before is not None or tree.has_large_buffers) and not snapshot.is_untouched():
+    if not snapshot.is_untouched():
         if snapshot.has_written_parameters():  # nothing can protect the next call from that
             return "it wrote a parameter"
         written = snapshot.written_buffers()

@@ -76,7 +76,7 @@ def _references(
     call: Call, tensors: list[Tensor], upstream: Upstream, action: Action, limit: int | None, check: bool
 ) -> dict[int, Call]:
     """Inputs that may be references, with the calls they come from; none if a walk would become too large."""
-    if action is not Action.DROP:
+    if action is not Action.DROP or _is_gathered(call):
         return {}
     found: dict[int, Call] = {}
     producers: dict[int, Call] = {}
@@ -87,7 +87,7 @@ def _references(
         if i in protection.boundary_inputs or i in protection.mutated_inputs:
             continue
         producer = stamp.call()
-        if producer is None or producer.unpacked or stamp.index in producer.kept_outputs:
+        if producer is None or producer.unpacked or _is_gathered(producer) or stamp.index in producer.kept_outputs:
             continue
         if stamp.values is not None and check and fingerprint(tensors[i]) != stamp.values:
             protection.boundary_inputs[i] = "it was written between the layers by an operation autograd does not see"
@@ -102,3 +102,9 @@ def _references(
         return {}
     call.size = size
     return found
+
+
+def _is_gathered(call: Call) -> bool:
+    """Whether its parameters are there only while hooks around it say so (R13): it is run again in its own backward."""
+    tree = call.info.tree
+    return tree is not None and tree.is_gathered

@@ -29,6 +29,7 @@ __all__ = ["BufferKey", "ModuleTree", "Snapshot"]
 
 BufferKey = tuple[int, str]  # identity of a module's buffer dictionary, name
 _Undo = list[Callable[[], Any]]
+_GATHERING = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned at every call
 
 _BASE = frozenset(nn.Module().__dict__) - {
@@ -52,6 +53,7 @@ class ModuleTree:
         "_size",
         "getters",
         "has_large_buffers",
+        "is_gathered",
         "keys",
         "own_code",
         "owners",
@@ -70,13 +72,16 @@ class ModuleTree:
         self.getters = [itemgetter(*keys, "training") for keys in self.keys]  # two keys at least: gives a tuple
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
         self.own_code = [i for i, m in enumerate(modules) if not type(m).__module__.startswith("torch.nn.modules.")]
-        self.owners: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
-        buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
+        # Parameters that hooks around forward gather and free again are theirs: not compared, not put back (R13).
+        self.is_gathered = any(base.__name__ in _GATHERING for m in modules for base in type(m).__mro__)
+        owned = [] if self.is_gathered else modules
+        self.owners: list[dict[str, Any]] = [d for m in owned for d in (m._parameters, m._buffers)]
+        buffers = [tensor for module in owned for tensor in module._buffers.values() if tensor is not None]
         # Kernels such as batch_norm write buffers without a trace: small ones are never given to a recompute.
         self.small_buffers: frozenset[BufferKey] = frozenset()
         self.has_large_buffers = sum(map(_n_bytes, buffers)) > _SMALL
         if not self.has_large_buffers:
-            self.small_buffers = frozenset([(id(m._buffers), name) for m in modules for name in m._buffers])
+            self.small_buffers = frozenset([(id(m._buffers), name) for m in owned for name in m._buffers])
         return modules
 
     def modules(self, root: nn.Module) -> list[nn.Module]:

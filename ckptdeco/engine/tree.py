@@ -11,11 +11,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Template", "flatten_arguments", "path_of", "rebuild_arguments", "tensors_in"]
+__all__ = [
+    "Held",
+    "Template",
+    "flatten",
+    "flatten_arguments",
+    "objects_in",
+    "path_of",
+    "rebuild_arguments",
+    "tensors_in",
+]
 
 _MAX_DEPTH = 16  # deeper nesting (or a cycle) is passed on as it is
 _ONLY_TENSORS = {Tensor}
@@ -40,6 +50,16 @@ class _Flat:
 _FLAT = _Flat()
 
 
+class Held:
+    """Place of an object that the layer may change: a copy to be copied again for each recompute."""
+
+    __slots__ = ("again", "value")
+
+    def __init__(self, value: Any, again: Callable[[Any], Any]) -> None:
+        self.value = value
+        self.again = again
+
+
 class _Branch:
     """A container: the object as it was at entry (a shallow copy), and the templates of its items by key."""
 
@@ -61,6 +81,29 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     tensors: list[Tensor] = []
     template = flatten([args, kwargs], tensors)
     return tensors, template
+
+
+def objects_in(template: Template) -> Iterator[Any]:
+    """What stands in a template for itself: neither tensors nor containers nor plain values."""
+    if type(template) is _Branch:
+        for item in template.items.values() if isinstance(template.items, dict) else template.items:
+            yield from objects_in(item)
+    elif type(template) not in _ATOMS and type(template) not in (_Leaf, _Flat, Held):
+        yield template
+
+
+def with_held_objects(template: Template, hold: Callable[[Any], Any]) -> Template:
+    """The template with `Held` copies in place of the objects that `hold` gives one for."""
+    if type(template) is _Branch:
+        items = template.items
+        if isinstance(items, dict):
+            items = {key: with_held_objects(item, hold) for key, item in items.items()}
+        else:
+            items = [with_held_objects(item, hold) for item in items]
+        return _Branch(template.kind, template.shell, items)
+    if type(template) in _ATOMS or type(template) in (_Leaf, _Flat):
+        return template
+    return hold(template)
 
 
 def rebuild_arguments(template: Template, tensors: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -163,7 +206,7 @@ def rebuild(template: Template, tensors: list[Any]) -> Any:
     if type(template) is _Leaf:
         return tensors[template.index]
     if type(template) is not _Branch:
-        return template
+        return template.again(template.value) if type(template) is Held else template
     kind, items = template.kind, template.items
     if kind == "tuple":
         return tuple([rebuild(item, tensors) for item in items])
