@@ -1,7 +1,7 @@
 """What surrounds a layer call and changes what it computes.
 
-Autocast per kind of device, the default dtype, torch-function modes (the default device is one), deterministic mode,
-and for layers with scaled-dot-product attention its backends: captured at forward and entered again around a recompute
+Autocast per kind of device, the default dtype, torch-function modes (the default device is one), deterministic mode
+and the backends of scaled-dot-product attention: captured at forward and entered again around a recompute
 where they differ from what is there. Context variables are captured, too, as one `contextvars.Context`; a recompute
 runs in a fresh copy of it.
 """
@@ -30,11 +30,11 @@ _ATTENTION: tuple[Switch, ...] = (
 
 
 # Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, deterministic
-# mode, backends of attention (empty for layers without).
+# mode, backends of attention.
 Ambient = tuple[tuple[tuple[str, torch.dtype, bool], ...], torch.dtype, tuple[object, ...], bool, tuple[bool, ...]]
 
 
-def capture(devices: Devices, has_attention: bool) -> Ambient:
+def capture(devices: Devices) -> Ambient:
     """The present surroundings, for the CPU and the kinds of `devices`."""
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
     if devices or torch.is_autocast_enabled("cpu"):
@@ -45,7 +45,7 @@ def capture(devices: Devices, has_attention: bool) -> Ambient:
                 if torch.is_autocast_enabled(kind)
             ]
         )
-    attention = tuple([is_on() for is_on, _ in _ATTENTION]) if has_attention else ()
+    attention = tuple([is_on() for is_on, _ in _ATTENTION])
     return (
         autocast,
         torch.get_default_dtype(),

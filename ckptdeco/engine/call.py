@@ -38,6 +38,8 @@ from ckptdeco.engine.state import ModuleTree, Snapshot
 from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
 from ckptdeco.schedule.actions import Action
 
+_MAX_DEPTH = 4
+
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
 
 
@@ -158,9 +160,9 @@ def run(
     frame = running.frame
     tensors = inputs.tensors
     devices = rng.devices_of(tensors)
-    surroundings = ambient.capture(devices, info.may_have_attention)
+    surroundings = ambient.capture(devices)
     layer = info.layer()
-    protection = info.protection((getattr(layer, "training", None), surroundings[:-1], len(tensors)))
+    protection = info.protection((getattr(layer, "training", None), surroundings, len(tensors)))
     protection.n_calls += 1
     is_due = protection.is_check_due() or options.determinism_check == "values"
     check = is_due and options.determinism_check != "none"
@@ -171,9 +173,10 @@ def run(
     find_sources(call, tensors, upstream, action, limit, check, frame)
 
     trees = _trees(info, layer, body, inputs)
-    call.snapshots = [Snapshot(tree, root, protection, is_due) for tree, root in trees]
+    call.snapshots = [Snapshot(tree, root, protection) for tree, root in trees]
     before = [tree.buffer_values() if is_due else None for tree, _ in trees]
     versions = versions_of(tensors)
+    constants = {i: fingerprint(t) for i, t in enumerate(tensors) if is_due and not t.requires_grad}
     if options.preserve_rng_state:
         _watch_randomness(call, inputs, is_due or protection.draws_on_host, is_due)
 
@@ -199,8 +202,9 @@ def run(
         call.watch.end()
         if call.watch.drew_on_host():
             protection.draws_on_host = True
+    written = {i for i, values in constants.items() if fingerprint(tensors[i]) != values}
     surprise = _learn_objects(protection, objects) or learn(
-        call, protection, tensors, versions, [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
+        call, protection, tensors, versions, written, [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
     )
     n_dropped = 0
     shapes = tuple([t.shape for t in tensors])
@@ -216,7 +220,7 @@ def run(
     record.log.note(call)
     outputs = tensors_in(result)
     if is_due and n_dropped:
-        _look_at_graph(info, protection, outputs, tensors)
+        _look_at_graph(protection, outputs, tensors)
         call.outputs = [*map(fingerprint, outputs)]
     if chain is not None:  # the calls of the drop-in are in none
         stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)
@@ -258,22 +262,19 @@ def _learn_objects(protection: Protection, objects: list[tuple[Any, Any]]) -> st
     return "it changed an object that it was given" if is_changed else ""
 
 
-def _look_at_graph(info: LayerInfo, protection: Protection, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+def _look_at_graph(protection: Protection, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     """Learn from the operations between inputs and outputs what needs special care."""
-    has_attention = False
-    for node in nodes_between(outputs, inputs):
-        if isinstance(node, BackwardCFunction):
-            protection.has_custom_functions = True
-        elif "Attention" in type(node).__name__:
-            has_attention = True
-    info.may_have_attention = has_attention
+    if not protection.has_custom_functions:
+        protection.has_custom_functions = any(isinstance(n, BackwardCFunction) for n in nodes_between(outputs, inputs))
 
 
 def _trees(info: LayerInfo, layer: Any, body: Any, inputs: Inputs) -> list[tuple[ModuleTree, nn.Module]]:
     """The module trees that the call may read: the layer's own and those of modules it is given or refers to."""
     trees = [] if info.tree is None or layer is None else [(info.tree, layer)]
     if info.tree is None or len(inputs.args) + len(inputs.kwargs) != len(inputs.tensors):
-        function = getattr(body, "function", body) if info.tree is None else None
+        function: Any = body if info.tree is None else None
+        while hasattr(function, "function"):  # what runs it in a context, with a frozen closure
+            function = function.function
         for module in modules_behind(function, inputs.args, inputs.kwargs):
             tree = layer_info(module, module.forward).tree
             if module is not layer and tree is not None:
@@ -289,18 +290,19 @@ def _watch_randomness(call: Call, inputs: Inputs, with_host: bool, is_due: bool)
         )
     generators = protection.generators
     if len(inputs.args) + len(inputs.kwargs) != len(inputs.tensors):
-        generators += tuple(_generators([inputs.args, inputs.kwargs.values()]))
+        generators += tuple(_generators([inputs.args, inputs.kwargs]))
     others = rng.other_streams(call.devices, generators, with_host)
     call.watch = rng.Watch(others, is_due)
 
 
 def _generators(places: Sequence[Any]) -> list[torch.Generator]:
-    """Generators among values, also in a list or dict there."""
+    """Generators among values, also in lists and dicts there."""
     found: dict[int, torch.Generator] = {}
-    for place in places:
-        for value in place:
-            inner = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-            )
-            found.update({id(item): item for item in inner if isinstance(item, torch.Generator)})
+    stack = [(place, 0) for place in places]
+    while stack:
+        value, depth = stack.pop()
+        if isinstance(value, torch.Generator):
+            found[id(value)] = value
+        elif depth < _MAX_DEPTH and isinstance(value, (list, tuple, dict)):
+            stack += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
     return list(found.values())

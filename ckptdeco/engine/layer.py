@@ -72,7 +72,6 @@ class LayerInfo:
         "facts",
         "label",
         "last_chain",
-        "may_have_attention",
         "name",
         "parameters",
         "protections",
@@ -83,9 +82,6 @@ class LayerInfo:
         self._reference = _weak(layer)
         self.tree = ModuleTree(layer) if isinstance(layer, nn.Module) else None
         self.protections: dict[Hashable, Protection] = {}
-        self.may_have_attention = (
-            True  # until its graph was looked at: scaled-dot-product attention, whose backends can be chosen
-        )
         self.last_chain: Any = None  # the chain of the last pass that began here
         self.facts: dict[Hashable, Any] = {}  # what upper layers remember, e.g. whether a policy names this layer
         self.name = name or _name_in_model(layer) or _own_name(layer, fn)

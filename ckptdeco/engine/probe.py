@@ -24,20 +24,30 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
     return [t._version if not t.is_inference() else 0 for t in tensors]
 
 
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
 def learn(
     call: Call,
     protection: Protection,
     tensors: list[Tensor],
     versions: list[int],
+    written: set[int],
     buffers: list[tuple[ModuleTree, dict[BufferKey, int | None] | None]],
 ) -> str:
     """What the call did that it was not protected from; "" if nothing. The next call is protected (R19)."""
     surprise = ""
-    if versions != versions_of(tensors):
-        mutated = {i for i, (a, b) in enumerate(zip(versions, versions_of(tensors), strict=True)) if a != b}
+    if written or versions != versions_of(tensors):
+        mutated = written | {i for i, (a, b) in enumerate(zip(versions, versions_of(tensors), strict=True)) if a != b}
         if not mutated <= protection.mutated_inputs:
             protection.mutated_inputs |= mutated
             surprise = "it changed an input in place"
+        if len({_storage_of(tensors[i]) for i in mutated}) < len(mutated):
+            surprise = "it changed an input in place that another argument shares"  # clones would not share it
     for snapshot, (tree, before) in zip(call.snapshots, buffers, strict=True):
         surprise = _learn_state(protection, snapshot, tree, before) or surprise
     return surprise

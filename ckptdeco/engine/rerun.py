@@ -143,7 +143,7 @@ def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
                 f"parameter or buffer {name}",
                 "call backward before optimizer.step(), or before anything else that writes to the weights.",
             )
-    return snapshot.put_back(is_untouched, watch_all=call.is_checked, hide_grads=call.has_inner_backward)
+    return snapshot.put_back(is_untouched, hide_grads=call.has_inner_backward)
 
 
 def _explain_difference(call: Call, inputs: list[Tensor], waiting: Waiting, suspects: list[int]) -> None:
@@ -181,7 +181,7 @@ def _surroundings(call: Call, run: _Rerun) -> AbstractContextManager[object]:
     grad = torch.enable_grad()
     is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
     is_usual = is_usual and not run.fills_memory and call.trace is None
-    if is_usual and ambient.capture(call.devices, bool(call.ambient[-1])) == call.ambient:
+    if is_usual and ambient.capture(call.devices) == call.ambient:
         return grad
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))

@@ -18,8 +18,9 @@ def modules_behind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for value in (*_referred(function), *args, *kwargs.values()):
         if isinstance(value, nn.Module):
             found[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            found.update({id(item): item for item in value if isinstance(item, nn.Module)})
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            found.update({id(item): item for item in items if isinstance(item, nn.Module)})
     return list(found.values())
 
 

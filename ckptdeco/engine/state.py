@@ -135,7 +135,7 @@ class Snapshot:
         "n_entries", "originals", "own_code", "owners", "signatures", "tensors",
     )  # fmt: skip
 
-    def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection, is_due: bool) -> None:
+    def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection) -> None:
         self.modules = modules = tree.modules(root)
         self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
@@ -147,11 +147,13 @@ class Snapshot:
             if not ATOMS.issuperset(map(type, self.attributes[i])):
                 self.has_unusual_attributes = True
         if self.has_unusual_attributes:
-            if is_due:
-                self.signatures = self._signatures()
+            self.signatures = self._signatures()
             is_changing = protection.replaces_attributes or protection.mutates_attributes
-            if is_changing or any(leads_to_graph(v) for i in tree.own_code for v in self.attributes[i]):
-                self._keep_attributes(protection.mutates_attributes)
+            values = [value for i in tree.own_code for value in self.attributes[i]]
+            # Kernels write plain tensors without a trace, as they do buffers: small ones are cloned.
+            small = [v for v in values if type(v) is Tensor and v.grad_fn is None and _n_bytes(v) <= _SMALL]
+            if is_changing or small or any(map(leads_to_graph, values)):
+                self._keep_attributes(clone=bool(small) or protection.mutates_attributes)
         self.tensors = _tensors_of(tree.owners)
         self.n_entries = sum(map(len, tree.owners))
         self.marks: list[tuple[int, bool]] = [*map(_marks, self.tensors)]  # version, requires_grad
@@ -250,18 +252,16 @@ class Snapshot:
                 return f"{prefix}.{name}" if prefix else name
         return name
 
-    def put_back(self, is_untouched: bool, watch_all: bool, hide_grads: bool) -> Callable[[], bool]:
+    def put_back(self, is_untouched: bool, hide_grads: bool) -> Callable[[], bool]:
         """Put the state of entry back for a recompute; returns what sets the present state again afterwards.
 
-        `is_untouched` is the answer of the method of that name, `watch_all` asks for a look at all modules afterwards,
-        not only at those whose code is not torch's; `hide_grads` keeps gradients out of reach of a backward within the
-        layer, which forward ran already. What is returned tells whether attributes were left changed. The recompute
-        writes to clones of the buffers that its layer writes; the module's own keep their values.
+        `is_untouched` is the answer of the method of that name; `hide_grads` keeps gradients out of reach of a backward
+        within the layer, which forward ran already. What is returned tells whether attributes were left changed. The
+        recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
         undo: _Undo = []
-        watched: Any = range(len(self.modules)) if watch_all else self.own_code
+        watched = range(len(self.modules))
         if not self._has_same_attributes():
-            watched = range(len(self.modules))
             for i in watched:
                 undo.append(partial(_assign, self.modules[i], _own_attributes(self.modules[i])))
                 _assign(self.modules[i], self._entry(i))
@@ -288,7 +288,7 @@ class Snapshot:
         return partial(self._leave, watched, undo)
 
     def _leave(self, watched: Any, undo: _Undo) -> bool:
-        is_stray = not self._has_attributes(self.attributes, watched)
+        is_stray = not self._has_same_attributes()
         if is_stray:
             for i in watched:
                 _assign(self.modules[i], self._entry(i))

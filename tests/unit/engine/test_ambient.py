@@ -14,7 +14,7 @@ from ckptdeco.engine import ambient
 
 def capture() -> Any:
     """The surroundings of a layer on the CPU that has no attention."""
-    return ambient.capture((), False)
+    return ambient.capture(())
 
 
 def again(state: Any, read: Any) -> Any:

@@ -52,11 +52,11 @@ def snapshot(layer: nn.Module, written: frozenset[Any] = NOTHING, **known: bool)
     protection.written_buffers = written
     for name, value in known.items():
         setattr(protection, name, value)
-    return Snapshot(ModuleTree(layer), layer, protection, is_due=True)
+    return Snapshot(ModuleTree(layer), layer, protection)
 
 
 def recompute(shot: Snapshot) -> Any:
-    return shot.put_back(shot.is_untouched(), watch_all=True, hide_grads=False)
+    return shot.put_back(shot.is_untouched(), hide_grads=False)
 
 
 def test_flags_are_put_back_and_left_as_they_were() -> None:
@@ -302,7 +302,7 @@ def test_gradients_are_hidden_from_a_backward_within_the_layer() -> None:
     layer = Layer()
     grad = layer.linear.weight.grad = torch.ones(2, 2)
     shot = snapshot(layer)
-    leave = shot.put_back(shot.is_untouched(), watch_all=True, hide_grads=True)
+    leave = shot.put_back(shot.is_untouched(), hide_grads=True)
     assert layer.linear.weight.grad is None
     layer.linear.weight.grad = torch.zeros(2, 2)
     leave()
