@@ -74,11 +74,8 @@ def docs(session: nox.Session) -> None:
 def benchmarks(session: nox.Session) -> None:
     """Speed and memory, side by side with torch in one process; takes minutes, wants a quiet machine."""
     install(session, "-e", ".[test]")
-    scripts = session.posargs or sorted(str(path) for path in (ROOT / "benchmarks").glob("bench_*.py"))
-    if not scripts:
-        session.skip("benchmarks/ has no bench_*.py")
-    for script in scripts:
-        session.run("python", script)
+    for module in session.posargs or ("benchmarks.overhead", "benchmarks.memory"):
+        session.run("python", "-m", module)
 
 
 @nox.session

@@ -7,6 +7,7 @@ function. Otherwise it is placed in its chain, the policy is asked, and the engi
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -34,6 +35,7 @@ from ckptdeco.schedule.simulator import Layer
 
 __all__ = ["checkpointable"]
 
+_NOT_GIVEN: Any = object()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -43,7 +45,7 @@ def checkpointable(function: F, /) -> F: ...
 def checkpointable(*, name: str | None = None) -> Callable[[F], F]: ...
 
 
-def checkpointable(function: Any = None, /, *, name: str | None = None) -> Any:
+def checkpointable(function: Any = _NOT_GIVEN, /, *, name: str | None = None) -> Any:
     """Declare that a layer's calls may be checkpointed: decorates `forward`, any method, or a plain function.
 
     Nothing changes until a policy is active. Under one, the saved tensors of a call may be dropped after forward and
@@ -80,12 +82,20 @@ def checkpointable(function: Any = None, /, *, name: str | None = None) -> Any:
         ...         x = layer(x)
         >>> x.sum().backward()
     """
-    if function is None:
+    if function is _NOT_GIVEN:
         return partial(_decorate, name=name)
     return _decorate(function, name=name)
 
 
 def _decorate(function: Any, name: str | None) -> Any:
+    plain = inspect.unwrap(function) if callable(function) else function
+    if inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
+        raise PolicyError(
+            "function",
+            function,
+            "it returns before its work is done, so nothing of it could be recomputed",
+            "decorate the layer's forward, which returns tensors",
+        )
     if isinstance(function, (classmethod, staticmethod)) or callable(function):
         if isinstance(function, type):
             raise PolicyError(

@@ -180,7 +180,8 @@ class Policy:
             return
         name = "only" if self.only is not None else "skip"
         seen = ", ".join(repr(layer) for layer in entry.names)
-        problem = f"none of the {entry.n_seen} decorated calls matched; layers seen: {seen}"
+        left = "none of the {} decorated calls matched" if self.skip is None else "all {} decorated calls were left out"
+        problem = f"{left.format(entry.n_seen)}; layers seen: {seen}"
         fix = f"give {name}= a class, a glob such as '*{entry.names[0] if entry.names else ''}', or a predicate"
         raise PolicyError(name, _unpacked(getattr(self, name)), problem, fix)
 

@@ -35,10 +35,12 @@ class CallReport:
 
     def row(self, width: int) -> str:
         """One line of the table, with `width` characters for the name."""
-        return (
-            f"{self.name:{width}}  {self.position:3d}  {self.action.name:9}  {_size(self.kept_bytes):9}  "
-            f"{_size(self.dropped_bytes):9}  {self.n_recomputed}{'  ' + self.why if self.why else ''}"
+        is_stored = self.action is Action.SAVE
+        kept, dropped = ("all", "-") if is_stored else (_size(self.kept_bytes), _size(self.dropped_bytes))
+        line = (
+            f"{self.name:{width}}  {self.position:3d}  {self.action.name:9}  {kept:9}  {dropped:9}  {self.n_recomputed}"
         )
+        return f"{line}  {self.why}" if self.why else line
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,14 @@ class Explanation:
     def __str__(self) -> str:
         if not self.calls:
             return (
-                "no decorated layer call was seen under an active policy, with grad enabled\n"
+                "no decorated layer call took part in a policy with grad enabled (only= and skip= may leave all out)\n"
                 "  Fix: put @ckptdeco.checkpointable on a layer's forward, and the step in `with ckptdeco.policy(...):`"
             )
-        width = max(len(call.name) for call in self.calls)
-        total = f"kept {_size(self.kept_bytes)}, dropped {_size(self.dropped_bytes)}"
+        width = max(len("layer"), *[len(call.name) for call in self.calls])
+        n_stored = sum(call.action is Action.SAVE for call in self.calls)
+        total = f"inputs kept {_size(self.kept_bytes)}, saved tensors dropped {_size(self.dropped_bytes)}"
+        if n_stored:
+            total += f", {n_stored} calls stored whole"
         rows = [call.row(width) for call in self.calls]
         lines = [
             f"{self.policy}: {len(self.calls)} layer calls, {total}",

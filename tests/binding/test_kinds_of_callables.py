@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -148,9 +148,6 @@ def test_chain_of_all_kinds_in_one_segment() -> None:
 @pytest.mark.skipif(ENGINE != "ckptdeco", reason="the stand-ins check nothing")
 @pytest.mark.parametrize("value", [3, "forward", None, object()])
 def test_what_cannot_be_called_cannot_be_decorated(value: object) -> None:
-    if value is None:
-        assert callable(checkpointable(None)), "without a function it is the form with options"
-        return
     from ckptdeco.errors import PolicyError
 
     with pytest.raises(PolicyError) as caught:
@@ -197,3 +194,18 @@ def test_given_name_is_the_one_that_only_matches() -> None:
                 y = named(x)
             y.sum().backward()
         assert counter["named"] == times
+
+
+@pytest.mark.skipif(ENGINE != "ckptdeco", reason="the stand-ins check nothing")
+def test_functions_that_return_before_their_work_is_done_cannot_be_decorated() -> None:
+    from ckptdeco.errors import PolicyError
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None:
+        pass
+
+    for unfit in (generator, coroutine):
+        with pytest.raises(PolicyError, match="before its work is done"):
+            checkpointable(unfit)
