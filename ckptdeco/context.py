@@ -72,6 +72,8 @@ class Entry:
 _top: ContextVar[Entry | None] = ContextVar("ckptdeco_policy", default=None)
 
 
+_at_leave: list[Callable[[], None]] = []
+
 #: The entry on top of the stack, dead or alive; None if no policy was ever entered here. One C call.
 innermost = _top.get
 
@@ -117,6 +119,13 @@ def remove(entry: Entry) -> None:
     """Leaves this entry, wherever it is in the stack."""
     entry.alive = entry.is_on = False
     _top.set(_living(_top.get()))
+    for callback in _at_leave:
+        callback()
+
+
+def at_leave(callback: Callable[[], None]) -> None:
+    """Calls `callback` whenever a policy is left."""
+    _at_leave.append(callback)
 
 
 def replace(entry: Entry | None) -> Token[Entry | None]:

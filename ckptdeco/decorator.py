@@ -36,6 +36,7 @@ from ckptdeco.schedule.simulator import Layer
 __all__ = ["checkpointable"]
 
 _NOT_GIVEN: Any = object()
+context.at_leave(forget)  # values that wait for a further backward go with the policy (R26)
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -68,7 +68,6 @@ class LayerInfo:
 
     __slots__ = (
         "_reference",
-        "code",
         "facts",
         "label",
         "last_chain",

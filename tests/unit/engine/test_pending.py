@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import ckptdeco
 from ckptdeco.engine import pending
 from ckptdeco.engine.torch_private import graph_task_id
 
@@ -75,6 +76,14 @@ def test_leftover_goes_when_asked() -> None:
     call = FakeCall()
     backward(call.wait)
     pending.drop_leftover()
+    assert call.waiting == {}
+
+
+def test_leftover_goes_when_a_policy_is_left() -> None:
+    call = FakeCall()
+    with ckptdeco.policy(segment=1):
+        backward(call.wait)
+        assert list(call.waiting) == [pending.LEFTOVER]
     assert call.waiting == {}
 
 
