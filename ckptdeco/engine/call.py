@@ -38,9 +38,9 @@ from ckptdeco.engine.state import ModuleTree, Snapshot
 from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
 from ckptdeco.schedule.actions import Action
 
-_MAX_DEPTH = 4
-
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
+
+_MAX_DEPTH = 4  # of the search for generators
 
 
 class Options(NamedTuple):
@@ -55,7 +55,7 @@ class Options(NamedTuple):
 class Inputs:
     """Arguments of one call: its tensors in order, and the template they fit in."""
 
-    __slots__ = ("args", "kwargs", "template", "tensors")
+    __slots__ = ("args", "has_others", "kwargs", "template", "tensors")
 
     tensors: list[Tensor]
     template: Template
@@ -64,6 +64,8 @@ class Inputs:
         self.args = args
         self.kwargs = kwargs
         self.tensors, self.template = flatten_arguments(args, kwargs)
+        # Arguments that are not simply one tensor each: they may hold modules, generators or objects that change.
+        self.has_others = len(args) + len(kwargs) != len(self.tensors)
 
 
 class Call:
@@ -220,7 +222,9 @@ def run(
     record.log.note(call)
     outputs = tensors_in(result)
     if is_due and n_dropped:
-        _look_at_graph(protection, outputs, tensors)
+        if not protection.has_custom_functions:
+            nodes = nodes_between(outputs, tensors)
+            protection.has_custom_functions = any(isinstance(node, BackwardCFunction) for node in nodes)
         call.outputs = [*map(fingerprint, outputs)]
     if chain is not None:  # the calls of the drop-in are in none
         stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)
@@ -232,7 +236,7 @@ def run(
 
 def _watch_objects(call: Call, inputs: Inputs, is_due: bool) -> list[tuple[Any, Any]]:
     """Objects among the arguments with their signatures, if this call is looked at; keeps copies if they change."""
-    if len(inputs.args) + len(inputs.kwargs) == len(inputs.tensors):
+    if not inputs.has_others:
         return []
     if call.protection.mutates_arguments:
         call.template = with_held_objects(call.template, _hold)
@@ -262,16 +266,10 @@ def _learn_objects(protection: Protection, objects: list[tuple[Any, Any]]) -> st
     return "it changed an object that it was given" if is_changed else ""
 
 
-def _look_at_graph(protection: Protection, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Learn from the operations between inputs and outputs what needs special care."""
-    if not protection.has_custom_functions:
-        protection.has_custom_functions = any(isinstance(n, BackwardCFunction) for n in nodes_between(outputs, inputs))
-
-
 def _trees(info: LayerInfo, layer: Any, body: Any, inputs: Inputs) -> list[tuple[ModuleTree, nn.Module]]:
     """The module trees that the call may read: the layer's own and those of modules it is given or refers to."""
     trees = [] if info.tree is None or layer is None else [(info.tree, layer)]
-    if info.tree is None or len(inputs.args) + len(inputs.kwargs) != len(inputs.tensors):
+    if info.tree is None or inputs.has_others:
         function: Any = body if info.tree is None else None
         while hasattr(function, "function"):  # what runs it in a context, with a frozen closure
             function = function.function
@@ -289,7 +287,7 @@ def _watch_randomness(call: Call, inputs: Inputs, with_host: bool, is_due: bool)
             _generators([place for snap in call.snapshots for place in snap.attribute_values()])
         )
     generators = protection.generators
-    if len(inputs.args) + len(inputs.kwargs) != len(inputs.tensors):
+    if inputs.has_others:
         generators += tuple(_generators([inputs.args, inputs.kwargs]))
     others = rng.other_streams(call.devices, generators, with_host)
     call.watch = rng.Watch(others, is_due)

@@ -67,19 +67,17 @@ def _learn_state(
         surprise = "it changed a value on its module in place"
     if snapshot.has_new_tensors():
         return "it added or removed a parameter or buffer"
+    written: set[BufferKey] = set()
     if not snapshot.is_untouched():
         if snapshot.has_written_parameters():  # nothing can protect the next call from that
             return "it wrote a parameter"
         written = snapshot.written_buffers()
-        if not written <= (protection.written_buffers | tree.small_buffers):
-            protection.written_buffers |= written
-            surprise = "it wrote a buffer"
     if before:
         after = tree.buffer_values()
-        written = {key for key in after if before.get(key) != after[key]}
-        if not written <= (protection.written_buffers | tree.small_buffers):
-            protection.written_buffers |= written
-            surprise = "it wrote a buffer"
+        written |= {key for key in after if before.get(key) != after[key]}
+    if not written <= (protection.written_buffers | tree.small_buffers):
+        protection.written_buffers |= written
+        surprise = "it wrote a buffer"
     return surprise
 
 

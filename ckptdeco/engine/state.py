@@ -32,9 +32,8 @@ _Undo = list[Callable[[], Any]]
 _GATHERING = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned at every call
 
-_BASE = frozenset(nn.Module().__dict__) - {
-    "training"
-}  # attributes that every module has: dictionaries, seen by content
+# Attributes that every module has; but for the flag they are dictionaries, and what is in them is looked at.
+_BASE = frozenset(nn.Module().__dict__) - {"training"}
 _marks = attrgetter("_version", "requires_grad")
 _children = attrgetter("_modules")
 _dict = attrgetter("__dict__")
@@ -260,11 +259,10 @@ class Snapshot:
         recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
         undo: _Undo = []
-        watched = range(len(self.modules))
         if not self._has_same_attributes():
-            for i in watched:
-                undo.append(partial(_assign, self.modules[i], _own_attributes(self.modules[i])))
-                _assign(self.modules[i], self._entry(i))
+            for i, module in enumerate(self.modules):
+                undo.append(partial(_assign, module, _own_attributes(module)))
+                _assign(module, self._entry(i))
             for i, values in self.copies.items():  # the recompute may change these in its turn
                 fresh = [keep_value(value, clone=True) for value in values]
                 _assign(self.modules[i], dict(zip(self.keys[i], fresh, strict=False)))
@@ -285,13 +283,13 @@ class Snapshot:
             for tensor in self.tensors:
                 undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
-        return partial(self._leave, watched, undo)
+        return partial(self._leave, undo)
 
-    def _leave(self, watched: Any, undo: _Undo) -> bool:
+    def _leave(self, undo: _Undo) -> bool:
         is_stray = not self._has_same_attributes()
         if is_stray:
-            for i in watched:
-                _assign(self.modules[i], self._entry(i))
+            for i, module in enumerate(self.modules):
+                _assign(module, self._entry(i))
         for action in reversed(undo):
             action()
         return is_stray
@@ -300,16 +298,8 @@ class Snapshot:
         return dict(zip(self.keys[i], self.attributes[i], strict=False))
 
     def _has_same_attributes(self) -> bool:
-        """Whether all modules have the attributes of entry: the common case, in one sweep."""
-        dictionaries = [*map(_dict, self.modules)]
-        try:
-            now = chain.from_iterable(map(_get, self.getters, dictionaries))
-            if not all(map(is_, now, chain.from_iterable(self.attributes))):
-                return False
-        except KeyError:  # an attribute is gone
-            return False
-        n_attributes = sum(map(len, self.attributes)) + (len(_BASE) - 1) * len(dictionaries)
-        return sum(map(len, dictionaries)) == n_attributes
+        """Whether all modules have the attributes of entry."""
+        return self._has_attributes(self.attributes, range(len(self.modules)))
 
     def _has_attributes(self, attributes: list[tuple[Any, ...]], which: Any) -> bool:
         """Whether these modules hold the very values in `attributes`."""
