@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, recompute, rng
 from ckptdeco.engine.attributes import is_plain_object, keep_value, signature
+from ckptdeco.engine.changes import copy_unsaved, learn_changes
 from ckptdeco.engine.dataflow import Chain, Upstream, nodes_between, stamp_outputs
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.kept import Kept
@@ -166,6 +167,8 @@ def run(
     layer = info.layer()
     protection = info.protection((getattr(layer, "training", None), surroundings, len(tensors)))
     protection.n_calls += 1
+    if protection.witnesses:
+        learn_changes(protection)
     is_due = protection.is_check_due() or options.determinism_check == "values"
     check = is_due and options.determinism_check != "none"
 
@@ -217,6 +220,9 @@ def run(
         probe.keep_all()
         record.store(surprise)
     else:
+        is_first = protection.is_check_due()
+        if is_first or protection.changed_later:
+            copy_unsaved(call, tensors, probe.storages(), is_first)
         n_dropped = probe.drop(call)
         record.measure(call.sources if n_dropped else [], n_bytes)
     record.log.note(call)

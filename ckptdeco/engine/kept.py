@@ -39,7 +39,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)  # makes `_Keep` leave a node even 
 class Kept:
     """One tensor kept for a recompute."""
 
-    __slots__ = ("__weakref__", "is_counted", "n_bytes", "node", "source", "tensor", "version")
+    __slots__ = ("__weakref__", "is_counted", "n_bytes", "node", "source", "source_version", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.source = weakref.ref(tensor)
@@ -50,9 +50,9 @@ class Kept:
         self.node: Any = None
         if tensor.is_inference():  # autograd refuses to save these; they cannot change under autograd's eyes (R17)
             self.tensor = tensor
-            self.version = 0
+            self.version = self.source_version = 0
             return
-        self.version = tensor._version
+        self.version = self.source_version = tensor._version
         # A leaf that requires grad (a parameter) leads to no graph and may be held as it is.
         value = tensor if tensor.grad_fn is None and tensor.requires_grad else tensor.detach()
         if has_saved_tensor_hooks():
@@ -74,9 +74,15 @@ class Kept:
         elif alias._version != self.version:
             raise RuntimeError(f"is at version {alias._version}; expected version {self.version}")
         source = self.source()
-        if source is not None and source.grad_fn is None and source._version == self.version:
+        if source is not None and source.grad_fn is None and source._version == self.source_version:
             return source
         return alias
+
+    def copy(self) -> None:
+        """Hold a copy of the values from now on: the program may then change the tensor (R33)."""
+        if self.tensor is not None:
+            self.tensor = self.tensor.detach().clone()
+            self.version = self.tensor._version
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptdeco.engine.changes import Witness
 from ckptdeco.engine.state import BufferKey, ModuleTree
 
 __all__ = ["LayerInfo", "Protection", "layer_info"]
@@ -29,6 +30,7 @@ class Protection:
 
     __slots__ = (
         "boundary_inputs",
+        "changed_later",
         "draws_on_host",
         "generators",
         "has_custom_functions",
@@ -40,6 +42,7 @@ class Protection:
         "n_calls",
         "replaces_attributes",
         "sizes",
+        "witnesses",
         "written_buffers",
     )
 
@@ -48,6 +51,8 @@ class Protection:
         self.mutated_inputs: frozenset[int] = frozenset()  # inputs changed in place: cloned first
         self.written_buffers: frozenset[BufferKey] = frozenset()  # buffers written: cloned first
         self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
+        self.changed_later: frozenset[int] = frozenset()  # inputs that the program changes after the call (R33)
+        self.witnesses: dict[int, Witness] = {}  # of inputs of the last call that was watched for that
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
         self.draws_on_host = False  # from Python's or NumPy's generator
         self.generators: tuple[torch.Generator, ...] = ()  # found on the layer and its class

@@ -141,6 +141,10 @@ class Probe:
             protection.is_stop_safe = False
         return now
 
+    def storages(self) -> set[int]:
+        """Addresses of what is held."""
+        return {_storage_of(saved.value) for saved in self.saved if saved.value is not None}
+
     def n_bytes(self) -> int:
         """Bytes of the unique storages held, without parameters."""
         storages: dict[int, int] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient
+from ckptdeco.engine.changes import learn_changes
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.torch_private import fresh_memory_filled, is_torch_function_on, torch_function_on
@@ -96,6 +97,9 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         CheckpointError: the run does not match forward.
     """
     call.record.n_recomputed += 1
+    if call.protection.witnesses:
+        learn_changes(call.protection)
+        call.protection.witnesses = {}
     run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
     outputs = _run(call, inputs, run)
     suspects = run.verify()
