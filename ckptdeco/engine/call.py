@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from ckptdeco.engine.attributes import is_plain_object, keep_value, signature
 from ckptdeco.engine.changes import copy_unsaved, learn_changes
 from ckptdeco.engine.dataflow import Chain, Upstream, nodes_between, stamp_outputs
 from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.hooks import Hooks, listen
 from ckptdeco.engine.kept import Kept
 from ckptdeco.engine.layer import LayerInfo, Protection, layer_info
 from ckptdeco.engine.probe import Probe, learn, versions_of
@@ -74,7 +76,7 @@ class Call:
 
     __slots__ = (
         "__weakref__", "ambient", "at_backward", "body", "context", "decisions", "devices", "flags",
-        "has_inner_backward", "has_references", "info", "is_checked", "kept_outputs", "mutated", "options",
+        "has_inner_backward", "has_references", "hooks", "info", "is_checked", "kept_outputs", "mutated", "options",
         "outputs", "position", "protection", "rebuilt", "record", "size", "slots", "snapshots", "sources",
         "template", "trace", "unpacked", "waiting", "watch",
     )  # fmt: skip
@@ -107,6 +109,7 @@ class Call:
         self.snapshots: list[Snapshot] = []  # of the modules it may read
         self.outputs: list[int | None] = []  # fingerprints, if it is checked by value
         self.trace: list[str] | None = None
+        self.hooks: Hooks | None = None  # forward hooks of modules inside, if there were any
         self.has_inner_backward = False
         self.unpacked = False  # a backward went through: no later call may refer to this one (R15)
         self.is_checked = False
@@ -189,20 +192,24 @@ def run(
     probe = Probe()
     pack = probe.pack_checked if is_due else probe.pack
     call.is_checked = check
+    listener = listen(call.snapshots, probe, is_due, protection.hooks_take_part)
     running.frame = Frame(call.decisions, again=False)
     try:
         with saved_tensors_hooks(pack, unpack):
-            if options.debug:
-                with traced(call):
-                    result = body(*inputs.args, **inputs.kwargs)
-            else:
+            if listener is None and not options.debug:
                 result = body(*inputs.args, **inputs.kwargs)
+            else:
+                with listener or nullcontext(), traced(call) if options.debug else nullcontext():
+                    result = body(*inputs.args, **inputs.kwargs)
     except BaseException:
         probe.keep_all()
         raise
     finally:
         running.frame = frame
 
+    if listener is not None:
+        call.hooks = listener.finish()
+        protection.hooks_take_part |= listener.took_part
     if call.watch is not None:
         call.watch.end()
         if call.watch.drew_on_host():

@@ -34,6 +34,7 @@ class Protection:
         "draws_on_host",
         "generators",
         "has_custom_functions",
+        "hooks_take_part",
         "ignored_slots",
         "is_stop_safe",
         "mutated_inputs",
@@ -54,6 +55,7 @@ class Protection:
         self.changed_later: frozenset[int] = frozenset()  # inputs that the program changes after the call (R33)
         self.witnesses: dict[int, Witness] = {}  # of inputs of the last call that was watched for that
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
+        self.hooks_take_part = False  # forward hooks inside change what it computes
         self.draws_on_host = False  # from Python's or NumPy's generator
         self.generators: tuple[torch.Generator, ...] = ()  # found on the layer and its class
         self.replaces_attributes = False  # it stores other values on its module

@@ -67,6 +67,8 @@ def _learn_state(
         surprise = "it changed a value on its module in place"
     if snapshot.has_new_tensors():
         return "it added or removed a parameter or buffer"
+    if before is not None and snapshot.has_other_children():
+        return "it added, removed or replaced a module"
     written: set[BufferKey] = set()
     if not snapshot.is_untouched():
         if snapshot.has_written_parameters():  # nothing can protect the next call from that
@@ -107,6 +109,16 @@ class Probe:
             value = saved.value
             if value is not None and value.grad_fn is not None:
                 saved.value = value.detach()
+
+    def set_apart(self, ranges: list[tuple[int, int]]) -> None:
+        """Store these for good: they are not the layer's own (saved by a hook)."""
+        indices = {i for start, end in ranges for i in range(start, end)}
+        for i in indices:
+            saved = self.saved[i]
+            if saved.value is not None and saved.value.grad_fn is not None:
+                saved.value = saved.value.detach()
+        self.saved = [saved for i, saved in enumerate(self.saved) if i not in indices]
+        self.values = [value for i, value in enumerate(self.values) if i not in indices]
 
     def drop(self, call: Call) -> int:
         """Drop what can be recomputed, and note per slot what was decided (R22)."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckptdeco.engine import ambient
+from ckptdeco.engine import ambient, hooks
 from ckptdeco.engine.changes import learn_changes
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import Frame, running
@@ -115,7 +115,9 @@ def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
     leave_state: list[Callable[[], bool]] = []
     surroundings = _surroundings(call, run)
     outer = running.frame, running.recomputing
+    leave_hooks = None
     try:
+        leave_hooks = hooks.put_back(call.hooks, call.snapshots)
         leave_state.extend(_put_back(call, snapshot) for snapshot in call.snapshots)
         if call.watch is not None:
             call.watch.set_back()
@@ -128,6 +130,8 @@ def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
     finally:
         running.frame, running.recomputing = outer
         run.end()
+        if leave_hooks is not None:
+            leave_hooks()
         has_stray = [leave() for leave in reversed(leave_state)]
     if (
         run.stopped and any(has_stray) and not call.protection.replaces_attributes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from typing import Any
 
 __all__ = ["Frame", "is_recomputing", "running"]
 
@@ -30,6 +31,7 @@ class Frame:
 class _Running(threading.local):
     frame: Frame | None = None
     recomputing: bool = False
+    listener: Any = None  # hears the forward hooks of modules inside the layer call
 
 
 running = _Running()

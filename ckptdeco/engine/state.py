@@ -47,11 +47,13 @@ class ModuleTree:
     """
 
     __slots__ = (
-        "_children",
         "_modules",
         "_size",
+        "child_names",
+        "children",
         "getters",
         "has_large_buffers",
+        "hooks",
         "is_gathered",
         "keys",
         "own_code",
@@ -65,7 +67,10 @@ class ModuleTree:
     def _find(self, root: nn.Module) -> list[nn.Module]:
         modules = list(root.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        self._children = _children_of(modules)
+        self.children = _children_of(modules)
+        self.child_names = [[*module._modules] for module in modules]
+        # Looked at before and after each call, so it is the dictionaries themselves that are listed.
+        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._size = sum(map(len, map(_dict, modules)))  # attributes were added or removed if it changes
         self.keys = [[key for key in module.__dict__ if key not in _BASE] for module in modules]
         self.getters = [itemgetter(*keys, "training") for keys in self.keys]  # two keys at least: gives a tuple
@@ -87,7 +92,7 @@ class ModuleTree:
         """The root and all modules below it."""
         modules: list[Any] = [*map(_alive, self._modules)]
         try:
-            if _children_of(modules) == self._children and sum(map(len, map(_dict, modules))) == self._size:
+            if _children_of(modules) == self.children and sum(map(len, map(_dict, modules))) == self._size:
                 return modules
         except AttributeError:  # a child is gone
             pass
@@ -130,13 +135,14 @@ class Snapshot:
     """State of a module tree at entry of one layer call."""
 
     __slots__ = (
-        "addresses", "attributes", "clones", "copies", "getters", "has_unusual_attributes", "keys", "marks", "modules",
-        "n_entries", "originals", "own_code", "owners", "signatures", "tensors",
+        "addresses", "attributes", "child_names", "children", "clones", "copies", "getters", "has_unusual_attributes",
+        "hooks", "keys", "marks", "modules", "n_entries", "originals", "own_code", "owners", "signatures", "tensors",
     )  # fmt: skip
 
     def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection) -> None:
         self.modules = modules = tree.modules(root)
         self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
+        self.children, self.child_names, self.hooks = tree.children, tree.child_names, tree.hooks
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
         self.has_unusual_attributes = False
         self.signatures: list[Any] | None = None
@@ -204,6 +210,10 @@ class Snapshot:
         """Whether parameters or buffers were added, removed or replaced (lazy layers)."""
         return self.n_entries != sum(map(len, self.owners))
 
+    def has_other_children(self) -> bool:
+        """Whether modules were added, removed or swapped since entry."""
+        return _children_of(self.modules) != self.children
+
     def _places(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Where each tensor stood at entry: the owner's dictionary and the name."""
         names = [(owner, name) for owner in self.owners for name, tensor in owner.items() if tensor is not None]
@@ -259,6 +269,8 @@ class Snapshot:
         recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
         """
         undo: _Undo = []
+        if self.has_other_children():
+            self._put_children_back(undo)
         if not self._has_same_attributes():
             for i, module in enumerate(self.modules):
                 undo.append(partial(_assign, module, _own_attributes(module)))
@@ -284,6 +296,13 @@ class Snapshot:
                 undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
         return partial(self._leave, undo)
+
+    def _put_children_back(self, undo: _Undo) -> None:
+        known: dict[int, nn.Module | None] = {id(module): module for module in self.modules}
+        identities = iter(self.children)
+        for module, names in zip(self.modules, self.child_names, strict=True):
+            undo.append(partial(module.__dict__.__setitem__, "_modules", module._modules))
+            module.__dict__["_modules"] = {name: known.get(next(identities)) for name in names}
 
     def _leave(self, undo: _Undo) -> bool:
         is_stray = not self._has_same_attributes()

@@ -11,17 +11,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.modules.module as _module
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "HOOK_ATTRIBUTES",
     "TorchDispatchMode",
     "at_end_of_backward",
     "fresh_memory_filled",
     "function_mode_again",
     "function_modes",
+    "global_module_hooks",
     "graph_task_id",
     "has_saved_tensor_hooks",
     "is_inside_torch_checkpoint",
@@ -54,6 +57,21 @@ def is_plain_autograd() -> bool:
     if _functorch_level() is not None or not _hooks_enabled():
         return False
     return bool(_forward_ad._current_level < 0) and not torch._C._is_tracing()
+
+
+#: Where a module holds its forward hooks: two dictionaries of hooks by number, and what says how to call them.
+HOOK_ATTRIBUTES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def global_module_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """The dictionaries of forward hooks and pre-hooks that all modules have in common."""
+    return _module._global_forward_hooks, _module._global_forward_pre_hooks
 
 
 def function_modes() -> tuple[Any, ...]:

@@ -13,11 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from ckptdeco.engine import torch_private
 from ckptdeco.engine.torch_private import (
+    HOOK_ATTRIBUTES,
     TorchDispatchMode,
     at_end_of_backward,
     fresh_memory_filled,
     function_mode_again,
     function_modes,
+    global_module_hooks,
     graph_task_id,
     has_saved_tensor_hooks,
     is_inside_torch_checkpoint,
@@ -229,3 +231,26 @@ def test_fresh_memory_filled_fills_and_restores_the_switches():
         assert torch.empty(100).isnan().all()
         assert (torch.empty(100, dtype=torch.uint8) == 255).all()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_module_holds_its_forward_hooks_where_we_look():
+    module = torch.nn.Linear(2, 2)
+    assert all(not module.__dict__[name] for name in HOOK_ATTRIBUTES)
+    module.register_forward_hook(lambda m, a, k, out: None, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(lambda m, a, k: None, with_kwargs=True)
+    assert [len(module.__dict__[name]) for name in HOOK_ATTRIBUTES] == [1] * len(HOOK_ATTRIBUTES)
+
+
+def test_hooks_of_all_modules_are_in_these_dictionaries():
+    hooks, pre_hooks = global_module_hooks()
+    handles = [
+        torch.nn.modules.module.register_module_forward_hook(lambda m, a, out: None),
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda m, a: None),
+    ]
+    try:
+        assert (len(hooks), len(pre_hooks)) == (1, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert (hooks, pre_hooks) == global_module_hooks()
+    assert not hooks
