@@ -1,9 +1,9 @@
 """What surrounds a layer call and changes what it computes.
 
-Autocast per kind of device, the default dtype, torch-function modes (the default device is one), deterministic mode
-and the backends of scaled-dot-product attention: captured at forward and entered again around a recompute
-where they differ from what is there. Context variables are captured, too, as one `contextvars.Context`; a recompute
-runs in a fresh copy of it.
+Autocast per kind of device, the default dtype, torch-function modes (the default device is one), dispatch modes,
+deterministic mode and the backends of scaled-dot-product attention: captured at forward and entered again around a
+recompute where they differ from what is there. Context variables are captured, too, as one `contextvars.Context`; a
+recompute runs in a fresh copy of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ckptdeco.engine.rng import Devices
-from ckptdeco.engine.torch_private import function_mode_again, function_modes
+from ckptdeco.engine.torch_private import dispatch_mode_again, dispatch_modes, function_mode_again, function_modes
 
-__all__ = ["Ambient", "capture", "enter"]
+__all__ = ["Ambient", "capture", "enter", "kind", "lacks_dispatch_modes"]
 
 Switch = tuple[Callable[[], bool], Callable[[bool], Any]]
 _cuda: Any = torch.backends.cuda
@@ -30,8 +30,15 @@ _ATTENTION: tuple[Switch, ...] = (
 
 
 # Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, deterministic
-# mode, backends of attention.
-Ambient = tuple[tuple[tuple[str, torch.dtype, bool], ...], torch.dtype, tuple[object, ...], bool, tuple[bool, ...]]
+# mode, backends of attention, dispatch modes.
+Ambient = tuple[
+    tuple[tuple[str, torch.dtype, bool], ...],
+    torch.dtype,
+    tuple[object, ...],
+    bool,
+    tuple[bool, ...],
+    tuple[object, ...],
+]
 
 
 def capture(devices: Devices) -> Ambient:
@@ -52,12 +59,33 @@ def capture(devices: Devices) -> Ambient:
         function_modes(),
         torch.are_deterministic_algorithms_enabled(),
         attention,
+        dispatch_modes(),
     )
 
 
-def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:
-    """Make the present surroundings equal to `state` until `stack` ends."""
-    autocast, dtype, modes, is_deterministic, attention = state
+def kind(state: Ambient) -> Any:
+    """What of the surroundings tells kinds of calls apart: of modes their types, since each step may have new ones."""
+    autocast, dtype, modes, is_deterministic, attention, dispatch = state
+    if not (modes or dispatch):
+        return state
+    return autocast, dtype, tuple(map(type, modes)), is_deterministic, attention, tuple(map(type, dispatch))
+
+
+def lacks_dispatch_modes(state: Ambient) -> bool:
+    """Whether a dispatch mode of `state` is not active now."""
+    return bool(_missing(state[-1], dispatch_modes()))
+
+
+def _missing(wanted: tuple[object, ...], present: tuple[object, ...]) -> list[object]:
+    return [mode for mode in wanted if not any(mode is other for other in present)]
+
+
+def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_modes: bool) -> None:
+    """Make the present surroundings equal to `state` until `stack` ends.
+
+    Modes around backward stay; those of forward that are missing go on top of them, dispatch modes only if asked for.
+    """
+    autocast, dtype, modes, is_deterministic, attention, dispatch = state
     on = {kind for kind, _, _ in autocast}
     for kind in {"cpu", *[device.type for device in devices]} - on:
         if torch.is_autocast_enabled(kind):
@@ -69,12 +97,11 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices) -> None:
     _turn(stack, _DETERMINISM, is_deterministic)
     for switch, wanted in zip(_ATTENTION, attention, strict=False):
         _turn(stack, switch, wanted)
-    present = function_modes()
-    if present != modes:
-        # Modes around backward stay; those of forward that are missing go on top of them.
-        for mode in modes:
-            if not any(mode is other for other in present):
-                stack.enter_context(function_mode_again(mode))
+    for mode in _missing(modes, function_modes()):
+        stack.enter_context(function_mode_again(mode))
+    if with_dispatch_modes:
+        for mode in _missing(dispatch, dispatch_modes()):
+            stack.enter_context(dispatch_mode_again(mode))
 
 
 def _turn(stack: ExitStack, switch: Switch, wanted: bool) -> None:

@@ -168,7 +168,7 @@ def run(
     devices = rng.devices_of(tensors)
     surroundings = ambient.capture(devices)
     layer = info.layer()
-    protection = info.protection((getattr(layer, "training", None), surroundings, len(tensors)))
+    protection = info.protection((getattr(layer, "training", None), ambient.kind(surroundings), len(tensors)))
     protection.n_calls += 1
     if protection.witnesses:
         learn_changes(protection)

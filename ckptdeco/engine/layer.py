@@ -37,6 +37,7 @@ class Protection:
         "hooks_take_part",
         "ignored_slots",
         "is_stop_safe",
+        "modes_take_part",
         "mutated_inputs",
         "mutates_arguments",
         "mutates_attributes",
@@ -55,6 +56,7 @@ class Protection:
         self.changed_later: frozenset[int] = frozenset()  # inputs that the program changes after the call (R33)
         self.witnesses: dict[int, Witness] = {}  # of inputs of the last call that was watched for that
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
+        self.modes_take_part: bool | None = None  # dispatch modes around forward change what it computes, if known
         self.hooks_take_part = False  # forward hooks inside change what it computes
         self.draws_on_host = False  # from Python's or NumPy's generator
         self.generators: tuple[torch.Generator, ...] = ()  # found on the layer and its class

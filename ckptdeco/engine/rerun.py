@@ -22,6 +22,7 @@ from ckptdeco.engine.torch_private import fresh_memory_filled, is_torch_function
 from ckptdeco.engine.trace import Trace, first_difference
 from ckptdeco.engine.tree import rebuild_arguments, tensors_in
 from ckptdeco.errors import (
+    CheckpointError,
     ParameterModifiedError,
     RandomnessError,
     SavedTensorMismatch,
@@ -100,6 +101,8 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     if call.protection.witnesses:
         learn_changes(call.protection)
         call.protection.witnesses = {}
+    if call.ambient[-1] and call.is_checked and call.protection.modes_take_part is None and waiting is not None:
+        _try_without_modes(call, inputs)
     run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
     outputs = _run(call, inputs, run)
     suspects = run.verify()
@@ -154,6 +157,23 @@ def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
     return snapshot.put_back(is_untouched, hide_grads=call.has_inner_backward)
 
 
+def _try_without_modes(call: Call, inputs: list[Tensor]) -> None:
+    """Find out whether dispatch modes that were active in forward, and are not now, matter for this layer.
+
+    Those that only watch (they count or log operators) must not see the recompute; others it must run under.
+    """
+    if not ambient.lacks_dispatch_modes(call.ambient):
+        return
+    trial = _Rerun(call, Waiting(), may_stop=False)
+    trial.has_modes = False
+    try:
+        _run(call, inputs, trial)
+        call.protection.modes_take_part = bool(trial.verify())
+    except CheckpointError:
+        call.protection.modes_take_part = True
+    call.is_checked = True
+
+
 def _explain_difference(call: Call, inputs: list[Tensor], waiting: Waiting, suspects: list[int]) -> None:
     """Saved tensors have other values than in forward: noise, or a wrong recompute?
 
@@ -195,7 +215,7 @@ def _surroundings(call: Call, run: _Rerun) -> AbstractContextManager[object]:
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch_function_on())  # backward of a tensor subclass switches it off
     stack.enter_context(grad)
-    ambient.enter(stack, call.ambient, call.devices)
+    ambient.enter(stack, call.ambient, call.devices, with_dispatch_modes=run.has_modes)
     if call.trace is not None:
         stack.enter_context(run.tracing())
     if run.fills_memory:
@@ -232,6 +252,7 @@ class _Rerun:
         "error",
         "fills_memory",
         "has_inner_backward",
+        "has_modes",
         "last",
         "n",
         "slots",
@@ -249,6 +270,7 @@ class _Rerun:
         self.error: BaseException | None = None
         self.has_inner_backward = call.has_inner_backward
         self.fills_memory = False
+        self.has_modes = call.protection.modes_take_part is not False  # those of forward, if they are not active now
         self.stopped = False
         self.trace: Trace | None = None
         self.last = -1  # slot at which to stop

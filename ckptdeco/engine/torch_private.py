@@ -15,12 +15,14 @@ import torch.nn.modules.module as _module
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "HOOK_ATTRIBUTES",
     "TorchDispatchMode",
     "at_end_of_backward",
+    "dispatch_mode_again",
+    "dispatch_modes",
     "fresh_memory_filled",
     "function_mode_again",
     "function_modes",
@@ -84,6 +86,24 @@ def function_modes() -> tuple[Any, ...]:
 def function_mode_again(mode: Any) -> Any:
     """What enters `mode` once more; a device context must be a new one, since it remembers where it was entered."""
     return DeviceContext(mode.device) if type(mode) is DeviceContext else mode
+
+
+def dispatch_modes() -> tuple[Any, ...]:
+    """The dispatch modes that are active on this thread, outermost first."""
+    if not torch._C._len_torch_dispatch_stack():
+        return ()
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def dispatch_mode_again(mode: Any) -> Iterator[None]:
+    """Have `mode` on top of the stack once more, without what its class does when a user enters it."""
+    base: Any = TorchDispatchMode
+    base.__enter__(mode)
+    try:
+        yield
+    finally:
+        base.__exit__(mode, None, None, None)
 
 
 def has_saved_tensor_hooks() -> bool:

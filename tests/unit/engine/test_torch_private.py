@@ -16,6 +16,8 @@ from ckptdeco.engine.torch_private import (
     HOOK_ATTRIBUTES,
     TorchDispatchMode,
     at_end_of_backward,
+    dispatch_mode_again,
+    dispatch_modes,
     fresh_memory_filled,
     function_mode_again,
     function_modes,
@@ -254,3 +256,27 @@ def test_hooks_of_all_modules_are_in_these_dictionaries():
             handle.remove()
     assert (hooks, pre_hooks) == global_module_hooks()
     assert not hooks
+
+
+def test_dispatch_modes_are_listed_and_entered_again_without_their_own_enter():
+    class Mode(TorchDispatchMode):
+        n_entered = 0
+        n_seen = 0
+
+        def __enter__(self):
+            self.n_entered += 1
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.n_seen += 1
+            return func(*args, **(kwargs or {}))
+
+    mode = Mode()
+    assert dispatch_modes() == ()
+    with mode:
+        assert dispatch_modes() == (mode,)
+    with dispatch_mode_again(mode):
+        assert dispatch_modes() == (mode,)
+        torch.zeros(2)
+    assert dispatch_modes() == ()
+    assert (mode.n_entered, mode.n_seen) == (1, 1)
