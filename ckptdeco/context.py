@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar, cast
@@ -32,11 +33,12 @@ class Entry:
         n_matched: those of them that `only=` and `skip=` let through.
         names: up to five names of layers seen.
         unmatched_backward: set by who finds out in backward that nothing matched.
-        records: what the report gathers; None until it starts.
+        thread: the thread that entered it.
     """
 
     __slots__ = (
-        "alive", "is_on", "n_matched", "n_seen", "names", "parent", "policy", "records", "unmatched_backward",
+        "alive", "is_on", "n_matched", "n_seen", "names", "parent", "policy", "thread",
+        "unmatched_backward",
     )  # fmt: skip
 
     def __init__(self, policy: Any, parent: Entry | None = None) -> None:
@@ -48,7 +50,7 @@ class Entry:
         self.n_matched = 0
         self.names: tuple[str, ...] = ()
         self.unmatched_backward = False
-        self.records: Any = None
+        self.thread = 0
 
     def note(self, name: str, *, is_matched: bool) -> None:
         """Counts one decorated call."""
@@ -68,6 +70,29 @@ class Entry:
     def __repr__(self) -> str:
         return f"<Entry {self.policy!r}, {'on' if self.is_on else 'off' if self.alive else 'dead'}>"
 
+
+class _Elsewhere:
+    """Which threads have a policy, and how many decorated calls the others ran meanwhile (R34).
+
+    Attributes:
+        active: the threads of all entered policies; of one that is entered twice, twice.
+        n_missed: decorated calls with grad on threads without a policy, since the first of the entered policies.
+    """
+
+    __slots__ = ("active", "n_missed")
+
+    def __init__(self) -> None:
+        self.active: list[int] = []
+        self.n_missed: dict[int, int] = {}  # by thread: each writes to its own only
+
+    def note(self) -> None:
+        """A decorated call sees no policy."""
+        thread = threading.get_ident()
+        if thread not in self.active:
+            self.n_missed[thread] = self.n_missed.get(thread, 0) + 1
+
+
+elsewhere = _Elsewhere()
 
 _top: ContextVar[Entry | None] = ContextVar("ckptdeco_policy", default=None)
 
@@ -101,6 +126,11 @@ def active() -> Entry | None:
 def push(policy: Any) -> Entry:
     """Makes `policy` the active one and returns its new entry."""
     entry = Entry(policy, _living(_top.get()))
+    if entry.is_on:
+        entry.thread = threading.get_ident()
+        if not elsewhere.active:
+            elsewhere.n_missed.clear()
+        elsewhere.active.append(entry.thread)
     _top.set(entry)
     return entry
 
@@ -117,6 +147,8 @@ def pop(policy: Any) -> Entry | None:
 
 def remove(entry: Entry) -> None:
     """Leaves this entry, wherever it is in the stack."""
+    if entry.is_on and entry.thread in elsewhere.active:
+        elsewhere.active.remove(entry.thread)
     entry.alive = entry.is_on = False
     _top.set(_living(_top.get()))
     for callback in _at_leave:

@@ -16,7 +16,7 @@ import torch
 import wrapt
 
 from ckptdeco import context
-from ckptdeco.context import innermost
+from ckptdeco.context import elsewhere, innermost
 from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
 from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
@@ -165,7 +165,9 @@ def _self_of(bound: Any) -> Any:
 
 def _at_call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What wrapt runs at a call of a decorated function."""
-    if innermost() is None:  # the common case pays for one look
+    if innermost() is None:  # the common case pays for two looks
+        if elsewhere.active and torch.is_grad_enabled():
+            elsewhere.note()
         return wrapped(*args, **kwargs)
     return _at_named_call(None, wrapped, instance, args, kwargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ckptdeco.context import elsewhere
 from ckptdeco.engine.passes import last_log
 from ckptdeco.schedule.actions import Action
 
@@ -50,10 +51,13 @@ class Explanation:
     Attributes:
         policy: the policy, as it reads; "" if there was no pass.
         calls: one report per layer call, in order.
+        n_without_policy: decorated calls that other threads ran without a policy while one was active here: a
+            thread has a policy only if it inherits the context, or runs a function that the policy decorates.
     """
 
     policy: str
     calls: tuple[CallReport, ...]
+    n_without_policy: int = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -67,9 +71,13 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.calls:
-            return (
-                "no decorated layer call took part in a policy with grad enabled (only= and skip= may leave all out)\n"
-                "  Fix: put @ckptdeco.checkpointable on a layer's forward, and the step in `with ckptdeco.policy(...):`"
+            return "\n".join(
+                [
+                    "no decorated layer call took part in a policy with grad enabled (only= and skip= may leave all out)",
+                    "  Fix: put @ckptdeco.checkpointable on a layer's forward, and the step in "
+                    "`with ckptdeco.policy(...):`",
+                    *self._missed(),
+                ]
             )
         width = max(len("layer"), *[len(call.name) for call in self.calls])
         n_stored = sum(call.action is Action.SAVE for call in self.calls)
@@ -81,8 +89,17 @@ class Explanation:
             f"{self.policy}: {len(self.calls)} layer calls, {total}",
             f"{'layer':{width}}  pos  action     kept       dropped    recomputed",
             *rows,
+            *self._missed(),
         ]
         return "\n".join(lines)
+
+    def _missed(self) -> list[str]:
+        if not self.n_without_policy:
+            return []
+        return [
+            f"{self.n_without_policy} decorated calls ran without a policy, on threads that did not inherit it",
+            "  Fix: start the thread's function with contextvars.copy_context().run, or decorate it with the policy.",
+        ]
 
 
 def explain() -> Explanation:
@@ -102,9 +119,10 @@ def explain() -> Explanation:
         >>> print(ckptdeco.explain())  # doctest: +SKIP
     """
     log = last_log()
+    n_missed = sum(list(elsewhere.n_missed.values()))
     if log is None:
-        return Explanation("", ())
-    return Explanation(repr(log.policy), tuple([_report(record) for record in log.records]))
+        return Explanation("", (), n_missed)
+    return Explanation(repr(log.policy), tuple([_report(record) for record in log.records]), n_missed)
 
 
 def _report(record: Any) -> CallReport:
