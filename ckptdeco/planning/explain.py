@@ -73,7 +73,8 @@ class Explanation:
         if not self.calls:
             return "\n".join(
                 [
-                    "no decorated layer call took part in a policy with grad enabled (only= and skip= may leave all out)",
+                    "no decorated layer call took part in a policy with grad enabled "
+                    "(only= and skip= may leave all out)",
                     "  Fix: put @ckptdeco.checkpointable on a layer's forward, and the step in "
                     "`with ckptdeco.policy(...):`",
                     *self._missed(),

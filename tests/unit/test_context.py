@@ -139,7 +139,6 @@ def test_entry_counts_calls_and_remembers_five_names():
     assert (entry.n_seen, entry.n_matched) == (8, 1)
     assert entry.names == tuple(f"layers.{i}" for i in range(5))
     assert entry.unmatched_backward is False
-    assert entry.records is None
     assert not hasattr(entry, "__dict__")
 
 
