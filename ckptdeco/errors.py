@@ -23,6 +23,7 @@ __all__ = [
     "SavedTensorMismatch",
     "StaleGraphError",
     "TensorMeta",
+    "UncheckpointableError",
     "ValueMismatch",
 ]
 
@@ -170,6 +171,25 @@ class RandomnessError(RecomputeError):
         )
         self.args = (layers,)
         self.layers = layers
+
+
+class UncheckpointableError(CheckpointError):
+    """A layer does something in forward that excludes checkpointing it; raised at that forward.
+
+    Args:
+        layer: label of the layer.
+        problem: what it does, as the end of the sentence that the label begins.
+        fix: one suggestion.
+    """
+
+    def __init__(self, layer: str, problem: str, fix: str) -> None:
+        super().__init__(layer, problem, fix)
+        self.layer = layer
+        self.problem = problem
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.layer} {self.problem}\n  Fix: {self.fix}"
 
 
 class _Modified(CheckpointError):

@@ -38,7 +38,9 @@ from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, unpack
 from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
+from ckptdeco.engine.torch_private import refuses_hooks
 from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
+from ckptdeco.errors import UncheckpointableError
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
@@ -201,8 +203,15 @@ def run(
             else:
                 with listener or nullcontext(), traced(call) if options.debug else nullcontext():
                     result = body(*inputs.args, **inputs.kwargs)
-    except BaseException:
+    except BaseException as error:
         probe.keep_all()
+        if isinstance(error, RuntimeError) and refuses_hooks(error):
+            raise UncheckpointableError(
+                info.label,
+                "switches saved-tensor hooks off while it runs (torch.func.grad, vjp, jacrev and hessian do), so "
+                "nothing of it could be recomputed",
+                "leave the layer out, policy(..., skip=...), or use torch.autograd.grad in it.",
+            ) from error
         raise
     finally:
         running.frame = frame

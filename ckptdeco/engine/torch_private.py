@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ __all__ = [
     "is_inside_torch_checkpoint",
     "is_plain_autograd",
     "is_torch_function_on",
+    "refuses_hooks",
     "torch_function_on",
     "unseen_by_modes",
 ]
@@ -109,6 +111,14 @@ def dispatch_mode_again(mode: Any) -> Iterator[None]:
 def has_saved_tensor_hooks() -> bool:
     """Whether saved-tensor hooks of somebody are active on this thread."""
     return _top_hooks(False) is not None
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether `error` says that saved-tensor hooks are active where code wants none (`torch.func.grad`)."""
+    code = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+    return code is not None and code.co_name == "disable_saved_tensors_hooks"
 
 
 def is_inside_torch_checkpoint() -> bool:

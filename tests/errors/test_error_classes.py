@@ -60,6 +60,10 @@ def examples() -> dict[str, tuple[Exception, str]]:
             )
             for name in ("InputModifiedError", "ParameterModifiedError", "ModifiedTensorError")
         },
+        "UncheckpointableError": (
+            errors.UncheckpointableError(LABEL, "does what cannot be", "leave it out."),
+            f"{LABEL} does what cannot be\n  Fix: leave it out.",
+        ),
         "StaleGraphError": (
             errors.StaleGraphError(LABEL),
             f"backward reached a graph that was built while {LABEL} was recomputed; it ends with the recompute\n"

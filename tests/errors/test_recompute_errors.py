@@ -302,3 +302,28 @@ def test_loop_class_used_by_the_tests_names_its_layers() -> None:
     Flaky.mode = "shape"
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match=r"layers\.0 \(Flaky"):
         loss.backward()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transform_that_wants_no_hooks_is_refused_at_the_first_forward(transform: Any) -> None:
+    from ckptdeco.errors import UncheckpointableError
+
+    class Force(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        @checkpointable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + transform(lambda y: self.linear(y).tanh().sum())(x).sum()
+
+    model = Stack([Force(), Force()])
+    with policy(segment=1), pytest.raises(UncheckpointableError) as caught:
+        model(batch())
+    text = str(caught.value)
+    assert re.match(
+        r"layers\.0 \(.*Force\.forward, test_recompute_errors\.py:\d+\) switches saved-tensor hooks off", text
+    ), text
+    assert "skip=" in text
+    with policy(segment=1, skip=Force):
+        assert Stack([Force(), Adds()])(batch()).requires_grad

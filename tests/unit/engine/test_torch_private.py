@@ -27,6 +27,7 @@ from ckptdeco.engine.torch_private import (
     is_inside_torch_checkpoint,
     is_plain_autograd,
     is_torch_function_on,
+    refuses_hooks,
     torch_function_on,
     unseen_by_modes,
 )
@@ -280,3 +281,15 @@ def test_dispatch_modes_are_listed_and_entered_again_without_their_own_enter():
         torch.zeros(2)
     assert dispatch_modes() == ()
     assert (mode.n_entered, mode.n_seen) == (1, 1)
+
+
+def test_refusal_of_hooks_is_told_from_other_errors():
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        with pytest.raises(RuntimeError) as refused:
+            torch.func.grad(torch.sum)(torch.ones(2))
+        with pytest.raises(RuntimeError) as refused_by_user, disable_saved_tensors_hooks("none here"):
+            pass
+        with pytest.raises(RuntimeError) as other:
+            torch.ones(2) @ torch.ones(3)
+    assert [refuses_hooks(caught.value) for caught in (refused, refused_by_user, other)] == [True, True, False]
+    assert not refuses_hooks(RuntimeError())
