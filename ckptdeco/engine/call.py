@@ -17,7 +17,6 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,19 +32,18 @@ from ckptdeco.engine.layer import LayerInfo, Protection, layer_info
 from ckptdeco.engine.probe import Probe, learn, versions_of
 from ckptdeco.engine.record import Record
 from ckptdeco.engine.rerun import Waiting, traced
-from ckptdeco.engine.roots import modules_behind
+from ckptdeco.engine.roots import modules_behind, referred
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, unpack
 from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
+from ckptdeco.engine.streams import streams_in
 from ckptdeco.engine.torch_private import refuses_hooks
 from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
 from ckptdeco.errors import UncheckpointableError
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
-
-_MAX_DEPTH = 4  # of the search for generators
 
 
 class Options(NamedTuple):
@@ -188,7 +186,7 @@ def run(
     versions = versions_of(tensors)
     constants = {i: fingerprint(t) for i, t in enumerate(tensors) if is_due and not t.requires_grad}
     if options.preserve_rng_state:
-        _watch_randomness(call, inputs, is_due or protection.draws_on_host, is_due)
+        call.watch = _watch_randomness(call, inputs, is_due)
 
     objects = _watch_objects(call, inputs, is_due)
     probe = Probe()
@@ -219,14 +217,11 @@ def run(
     if listener is not None:
         call.hooks = listener.finish()
         protection.hooks_take_part |= listener.took_part
-    if call.watch is not None:
-        call.watch.end()
-        if call.watch.drew_on_host():
-            protection.draws_on_host = True
+    surprise = "" if call.watch is None else call.watch.end()
     written = {i for i, values in constants.items() if fingerprint(tensors[i]) != values}
-    surprise = _learn_objects(protection, objects) or learn(
-        call, protection, tensors, versions, written, [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
-    )
+    state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
+    surprise = learn(call, protection, tensors, versions, written, state) or surprise
+    surprise = _learn_objects(protection, objects) or surprise
     n_dropped = 0
     shapes = tuple([t.shape for t in tensors])
     n_bytes = protection.sizes.get(shapes)
@@ -292,9 +287,7 @@ def _trees(info: LayerInfo, layer: Any, body: Any, inputs: Inputs) -> list[tuple
     """The module trees that the call may read: the layer's own and those of modules it is given or refers to."""
     trees = [] if info.tree is None or layer is None else [(info.tree, layer)]
     if info.tree is None or inputs.has_others:
-        function: Any = body if info.tree is None else None
-        while hasattr(function, "function"):  # what runs it in a context, with a frozen closure
-            function = function.function
+        function = _function_of(body) if info.tree is None else None
         for module in modules_behind(function, inputs.args, inputs.kwargs):
             tree = layer_info(module, module.forward).tree
             if module is not layer and tree is not None:
@@ -302,27 +295,18 @@ def _trees(info: LayerInfo, layer: Any, body: Any, inputs: Inputs) -> list[tuple
     return trees
 
 
-def _watch_randomness(call: Call, inputs: Inputs, with_host: bool, is_due: bool) -> None:
+def _function_of(body: Any) -> Any:
+    """The user's function in what runs it in a context, with a frozen closure."""
+    while hasattr(body, "function"):
+        body = body.function
+    return body
+
+
+def _watch_randomness(call: Call, inputs: Inputs, is_due: bool) -> rng.Watch:
+    """Watch the streams of the process, of the devices, and those that the layer holds or is given."""
     protection = call.protection
     if is_due:
-        protection.generators = tuple(
-            _generators([place for snap in call.snapshots for place in snap.attribute_values()])
-        )
-    generators = protection.generators
-    if inputs.has_others:
-        generators += tuple(_generators([inputs.args, inputs.kwargs]))
-    others = rng.other_streams(call.devices, generators, with_host)
-    call.watch = rng.Watch(others, is_due)
-
-
-def _generators(places: Sequence[Any]) -> list[torch.Generator]:
-    """Generators among values, also in lists and dicts there."""
-    found: dict[int, torch.Generator] = {}
-    stack = [(place, 0) for place in places]
-    while stack:
-        value, depth = stack.pop()
-        if isinstance(value, torch.Generator):
-            found[id(value)] = value
-        elif depth < _MAX_DEPTH and isinstance(value, (list, tuple, dict)):
-            stack += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
-    return list(found.values())
+        places = [place for snapshot in call.snapshots for place in snapshot.attribute_values()]
+        protection.streams = tuple(streams_in([*places, *referred(_function_of(call.body))]))
+    given = streams_in([inputs.args, inputs.kwargs]) if inputs.has_others else ()
+    return rng.Watch(call.devices, (*protection.streams, *given))

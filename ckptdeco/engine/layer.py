@@ -14,11 +14,11 @@ from collections.abc import Callable, Hashable
 from pathlib import PurePath
 from typing import Any
 
-import torch
 from torch import nn
 
 from ckptdeco.engine.changes import Witness
 from ckptdeco.engine.state import BufferKey, ModuleTree
+from ckptdeco.engine.streams import Stream
 
 __all__ = ["LayerInfo", "Protection", "layer_info"]
 
@@ -31,8 +31,6 @@ class Protection:
     __slots__ = (
         "boundary_inputs",
         "changed_later",
-        "draws_on_host",
-        "generators",
         "has_custom_functions",
         "hooks_take_part",
         "ignored_slots",
@@ -44,6 +42,7 @@ class Protection:
         "n_calls",
         "replaces_attributes",
         "sizes",
+        "streams",
         "witnesses",
         "written_buffers",
     )
@@ -58,8 +57,7 @@ class Protection:
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
         self.modes_take_part: bool | None = None  # dispatch modes around forward change what it computes, if known
         self.hooks_take_part = False  # forward hooks inside change what it computes
-        self.draws_on_host = False  # from Python's or NumPy's generator
-        self.generators: tuple[torch.Generator, ...] = ()  # found on the layer and its class
+        self.streams: tuple[Stream, ...] = ()  # of random numbers, found on the layer, its class and its functions
         self.replaces_attributes = False  # it stores other values on its module
         self.mutates_arguments = False  # it changes objects that it is given, such as a cache
         self.mutates_attributes = False  # it changes containers or tensors on its module in place

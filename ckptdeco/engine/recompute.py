@@ -138,12 +138,9 @@ def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Wa
 
 
 def _read_streams(order: list[Call]) -> rng.Draws:
-    """The present states of all streams that the calls of a walk may draw from."""
-    streams: dict[int, rng.Stream] = {}
-    for call in order:
-        if call.watch is not None:
-            streams.update(call.watch.streams())
-    return rng.capture(streams.values()) if streams else ()
+    """The present states of all streams that the calls of a walk draw from."""
+    drawn = [stream for call in order if call.watch is not None for stream, _ in call.watch.moved]
+    return rng.capture(dict.fromkeys(drawn)) if drawn else ()
 
 
 def _open_references(call: Call, task: int) -> list[Any]:

@@ -106,16 +106,17 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
     outputs = _run(call, inputs, run)
     suspects = run.verify()
+    if run.drew:
+        _confirm_draw(call, inputs)
     if suspects and waiting is not None:
         _explain_difference(call, inputs, waiting, suspects)
-    if call.watch is not None and call.watch.is_broken():
-        raise RandomnessError(call.info.label)
     return outputs
 
 
 def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
     """Run the call's forward under the hooks of `run`, in the surroundings and state of forward."""
     leave_state: list[Callable[[], bool]] = []
+    marks: list[Any] = []
     surroundings = _surroundings(call, run)
     outer = running.frame, running.recomputing
     leave_hooks = None
@@ -123,7 +124,7 @@ def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
         leave_hooks = hooks.put_back(call.hooks, call.snapshots)
         leave_state.extend(_put_back(call, snapshot) for snapshot in call.snapshots)
         if call.watch is not None:
-            call.watch.set_back()
+            marks = call.watch.set_back()
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
         with surroundings, saved_tensors_hooks(run.pack, run.unpack):
             args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
@@ -136,11 +137,24 @@ def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
         if leave_hooks is not None:
             leave_hooks()
         has_stray = [leave() for leave in reversed(leave_state)]
+    if call.watch is not None:
+        run.drew = call.watch.has_moved(marks)
     if (
         run.stopped and any(has_stray) and not call.protection.replaces_attributes
     ):  # code after the stop would have undone it
         call.protection.is_stop_safe = False
     return [] if run.stopped else tensors_in(result)
+
+
+def _confirm_draw(call: Call, inputs: list[Tensor]) -> None:
+    """A stream moved in the recompute, but not in forward: because of the layer, or of another thread?
+
+    One that loads data may draw at any time. So the call is run once more: the layer draws again.
+    """
+    second = _Rerun(call, None, may_stop=False)
+    _run(call, inputs, second)
+    if second.drew:
+        raise RandomnessError(call.info.label)
 
 
 def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
@@ -249,6 +263,7 @@ class _Rerun:
     __slots__ = (
         "call",
         "cells",
+        "drew",
         "error",
         "fills_memory",
         "has_inner_backward",
@@ -271,6 +286,7 @@ class _Rerun:
         self.has_inner_backward = call.has_inner_backward
         self.fills_memory = False
         self.has_modes = call.protection.modes_take_part is not False  # those of forward, if they are not active now
+        self.drew = False  # from a stream that forward did not draw from
         self.stopped = False
         self.trace: Trace | None = None
         self.last = -1  # slot at which to stop

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["modules_behind"]
+__all__ = ["modules_behind", "referred"]
 
 
 def modules_behind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
     """Modules among the arguments, bound to the function, in its closure, or named by it in its globals."""
     found: dict[int, nn.Module] = {}
-    for value in (*_referred(function), *args, *kwargs.values()):
+    for value in (*referred(function), *args, *kwargs.values()):
         if isinstance(value, nn.Module):
             found[id(value)] = value
         elif isinstance(value, (list, tuple, dict)):
@@ -24,10 +24,11 @@ def modules_behind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return list(found.values())
 
 
-def _referred(function: Any) -> Iterator[Any]:
+def referred(function: Any) -> Iterator[Any]:
+    """What a function is bound to, holds in its closure or names in its globals."""
     yield function
     if type(function) is functools.partial:
-        yield from _referred(function.func)
+        yield from referred(function.func)
         yield from function.args
         yield from function.keywords.values()
     elif type(function) is MethodType:

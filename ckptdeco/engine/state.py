@@ -75,7 +75,7 @@ class ModuleTree:
         self.keys = [[key for key in module.__dict__ if key not in _BASE] for module in modules]
         self.getters = [itemgetter(*keys, "training") for keys in self.keys]  # two keys at least: gives a tuple
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
-        self.own_code = [i for i, m in enumerate(modules) if not type(m).__module__.startswith("torch.nn.modules.")]
+        self.own_code = [i for i, module in enumerate(modules) if _is_own_code(type(module))]
         # Parameters that hooks around forward gather and free again are theirs: not compared, not put back (R13).
         self.is_gathered = any(base.__name__ in _GATHERING for m in modules for base in type(m).__mro__)
         owned = [] if self.is_gathered else modules
@@ -106,6 +106,10 @@ class ModuleTree:
             for name, tensor in owner.items()
             if tensor is not None and not isinstance(tensor, nn.Parameter)
         }
+
+
+def _is_own_code(kind: type) -> bool:
+    return kind is not object and not kind.__module__.startswith("torch.nn.modules.")
 
 
 def _children_of(modules: list[nn.Module]) -> list[int]:
@@ -196,8 +200,8 @@ class Snapshot:
 
     def attribute_values(self) -> list[tuple[Any, ...]]:
         """What modules with code of their own hold as attributes, and their classes."""
-        classes = [tuple(vars(type(self.modules[i])).values()) for i in self.own_code]
-        return [self.attributes[i] for i in self.own_code] + classes
+        classes = {base for i in self.own_code for base in type(self.modules[i]).__mro__ if _is_own_code(base)}
+        return [self.attributes[i] for i in self.own_code] + [tuple(vars(base).values()) for base in classes]
 
     def has_written_parameters(self) -> bool:
         """Whether a parameter has another version than at entry."""

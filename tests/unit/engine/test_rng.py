@@ -1,151 +1,256 @@
-"""Random number streams: every draw is noticed, and streams are set back (R19)."""
+"""Random number streams: every draw is noticed, and only streams that were drawn from are set (R19)."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from ckptdeco.engine import rng
+from ckptdeco.engine import host_rng, rng
+from ckptdeco.engine.host_rng import global_streams, look
+from ckptdeco.engine.streams import OfGenerator, streams_in
 
-COUNTS = range(1, 1501)
-
-
-@pytest.mark.parametrize("draw", [torch.rand, torch.randn, torch.randperm], ids=lambda f: f.__name__)
-def test_every_number_of_draws_is_noticed(draw: Callable[[int], object]) -> None:
-    """The comparison looks at the ends of the state only; 624 words make one turn of the generator."""
-    torch.manual_seed(3)
-    start = torch.get_rng_state()
-    ends = rng._ends(start)
-    missed = []
-    for n in COUNTS:
-        torch.set_rng_state(start)
-        draw(n)
-        if rng._ends(torch.get_rng_state()) == ends:
-            missed.append(n)
-    assert missed == ([1] if draw is torch.randperm else [])  # a permutation of one draws nothing
-    torch.set_rng_state(start)
-    torch.randperm(1)
-    assert torch.equal(torch.get_rng_state(), start)
-
-
-@pytest.mark.parametrize("n_before", [0, 1, 311, 312, 623, 624, 625])
-@pytest.mark.parametrize("draw", [torch.rand, torch.randn], ids=lambda f: f.__name__)
-def test_draws_are_noticed_wherever_the_generator_stands(draw: Callable[[int], object], n_before: int) -> None:
-    torch.manual_seed(4)
-    torch.rand(n_before)
-    start = torch.get_rng_state()
-    ends = rng._ends(start)
-    for n in (1, 2, 15, 16, 17, 311, 312, 623, 624, 625, 1248, 1249):
-        torch.set_rng_state(start)
-        draw(n)
-        assert rng._ends(torch.get_rng_state()) != ends, n
-
-
-def test_the_number_by_number_normal_is_noticed() -> None:
-    """It keeps a spare number at the tail of the state."""
-    torch.manual_seed(5)
-    start = torch.get_rng_state()
-    for _ in range(5):
-        before = torch.get_rng_state()
-        torch.randn(1, dtype=torch.float64)
-        assert rng._ends(torch.get_rng_state()) != rng._ends(before)
-    torch.set_rng_state(start)
-
-
-def test_a_new_seed_is_noticed() -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    torch.manual_seed(2)
-    assert rng._ends(torch.get_rng_state()) != rng._ends(before)
-
-
-def watch(
-    generators: list[torch.Generator] | None = None, *, with_host: bool = True, is_exact: bool = True
-) -> rng.Watch:
-    return rng.Watch(rng.other_streams((), generators or [], with_host), is_exact)
-
-
-DRAWS: dict[str, Callable[[], object]] = {
-    "torch": lambda: torch.rand(3).tolist(),
-    "python": lambda: [random.random(), random.gauss(0, 1)],
-    "numpy": lambda: numpy.random.rand(3).tolist() + numpy.random.randn(1).tolist(),
+CPU, PYTHON, NUMPY = global_streams()
+DRAWS: dict[str, tuple[Any, Callable[[], object]]] = {
+    "torch.rand": (CPU, lambda: torch.rand(3).tolist()),
+    "torch.randn": (CPU, lambda: torch.randn(1, dtype=torch.float64).tolist()),
+    "random.random": (PYTHON, random.random),
+    "random.gauss": (PYTHON, lambda: random.gauss(0, 1)),
+    "random.getrandbits": (PYTHON, lambda: random.getrandbits(1)),
+    "random.shuffle": (PYTHON, lambda: random.sample(range(5), 3)),
+    "numpy.rand": (NUMPY, lambda: numpy.random.rand(3).tolist()),
+    "numpy.randn": (NUMPY, lambda: numpy.random.randn(1).tolist()),
+    "numpy.randint": (NUMPY, lambda: numpy.random.randint(0, 5)),
+    "numpy.bytes": (NUMPY, lambda: numpy.random.bytes(1)),
 }
+BITS = [numpy.random.PCG64, numpy.random.PCG64DXSM, numpy.random.Philox, numpy.random.SFC64, numpy.random.MT19937]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("n", [1, 2, 311, 312, 623, 624, 625, 1248])
+def test_any_number_of_draws_is_noticed(n: int, name: str) -> None:
+    """624 words are one turn of a Mersenne Twister; a spare normal number is given without turning it."""
+    stream, draw = DRAWS[name]
+    draw()
+    for _ in range(3):
+        before = stream.mark()
+        for _ in range(n):
+            draw()
+        assert stream.mark() != before
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_single_draw_is_noticed_in_two_turns(name: str) -> None:
+    stream, draw = DRAWS[name]
+    marks = [(draw(), stream.mark())[1] for _ in range(1300)]
+    assert all(a != b for a, b in itertools.pairwise(marks))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_looking_and_drawing_elsewhere_moves_nothing(name: str) -> None:
+    stream, _ = DRAWS[name]
+    before = stream.mark()
+    for other, draw in DRAWS.values():
+        if other is not stream:
+            draw()
+    look()
+    assert stream.mark() == before
+
+
+@pytest.mark.parametrize(
+    ("stream", "seed"),
+    [(CPU, torch.manual_seed), (PYTHON, random.seed), (NUMPY, numpy.random.seed)],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_new_seed_is_noticed_and_an_equal_one_is_not_a_move(stream: Any, seed: Callable[[int], object]) -> None:
+    seed(1)
+    before = stream.mark()
+    seed(2)
+    assert stream.mark() != before
+    seed(1)
+    assert stream.mark() == before
+
+
+def test_state_of_numpy_is_followed_to_another_bit_generator() -> None:
+    before = numpy.random.get_bit_generator()
+    try:
+        for bits in BITS:
+            numpy.random.set_bit_generator(bits(3))
+            watched = rng.Watch()
+            drawn = numpy.random.rand(), numpy.random.randn(), numpy.random.randn()
+            watched.end()
+            assert [stream for stream, _ in watched.moved] == [NUMPY]
+            watched.set_back()
+            assert (numpy.random.rand(), numpy.random.randn(), numpy.random.randn()) == drawn
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_states_are_peeked_at_here_and_read_in_full_where_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PYTHON.mark is not random.getstate
+    monkeypatch.setattr(host_rng, "_HEAD", host_rng._HEAD + 4)
+    assert host_rng._python_mark() is random.getstate
+    monkeypatch.undo()
+    monkeypatch.setattr(host_rng, "_has_fields", lambda module: False)
+    mark = host_rng._numpy_mark(numpy.random)
+    before = mark()
+    assert mark() == before
+    numpy.random.randn(1)
+    middle = mark()
+    numpy.random.randn(1)
+    assert before != middle != mark()
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_stream_that_was_drawn_from_is_set_back(name: str) -> None:
-    watched = watch()
-    drawn = DRAWS[name]()
-    watched.end()
-    DRAWS[name]()
+    stream, draw = DRAWS[name]
+    watched = rng.Watch()
+    drawn = draw()
+    assert watched.end() == ""
+    draw()
     watched.set_back()
-    assert DRAWS[name]() == drawn
-    assert watched.drew_on_host() == (name != "torch")
-    assert watched.drew == (name == "torch")
-
-
-def test_generator_of_the_layers_own_is_set_back() -> None:
-    generator = torch.Generator().manual_seed(7)
-    watched = watch([generator], with_host=False)
-    drawn = torch.rand(3, generator=generator)
-    watched.end()
-    watched.set_back()
-    assert torch.equal(torch.rand(3, generator=generator), drawn)
+    assert draw() == drawn
+    assert [moved for moved, _ in watched.moved] == [stream]
+    assert set(watched.quiet) == {CPU, PYTHON, NUMPY} - {stream}
 
 
 def test_streams_not_drawn_from_are_left_alone() -> None:
     generator = torch.Generator().manual_seed(7)
-    watched = watch([generator])
+    watched = rng.Watch((), (OfGenerator(generator),))
     watched.end()
-    after = [random.random(), numpy.random.rand(), torch.rand(1, generator=generator)]
-    states = random.getstate(), generator.get_state()
-    watched.set_back()
-    assert random.getstate() == states[0]
-    assert torch.equal(generator.get_state(), states[1])
-    assert after
+    random.random(), numpy.random.rand(), torch.rand(1), torch.rand(1, generator=generator)
+    marks = [stream.mark() for stream in watched.quiet]
+    assert watched.set_back() == marks
+    assert len(marks) == 4
+    assert [stream.mark() for stream in watched.quiet] == marks
 
 
 def test_capture_and_restore_put_every_stream_back() -> None:
     generator = torch.Generator().manual_seed(7)
-    watched = watch([generator])
-    for draw in DRAWS.values():
+    watched = rng.Watch((), (OfGenerator(generator),))
+    draws = [*[draw for _, draw in DRAWS.values()], lambda: torch.rand(1, generator=generator).item()]
+    for draw in draws:
         draw()
-    torch.rand(1, generator=generator)
     watched.end()
-    states = rng.capture(watched.streams().values())
-    expected = [draw() for draw in DRAWS.values()]
-    own = torch.rand(1, generator=generator)
+    states = rng.capture([stream for stream, _ in watched.moved])
+    assert len(states) == 4
+    expected = [draw() for draw in draws]
     rng.restore(states)
-    assert [draw() for draw in DRAWS.values()] == expected
-    assert torch.equal(torch.rand(1, generator=generator), own)
+    assert [draw() for draw in draws] == expected
 
 
-def test_recompute_that_draws_although_forward_did_not_is_broken() -> None:
-    watched = watch()
+@pytest.mark.parametrize("name", DRAWS)
+def test_draw_in_a_recompute_alone_is_noticed(name: str) -> None:
+    watched = rng.Watch()
     watched.end()
-    assert not watched.is_broken()
-    torch.rand(1)
-    assert watched.is_broken()
-
-
-def test_calls_that_are_not_checked_are_taken_to_have_drawn() -> None:
-    watched = watch(with_host=False, is_exact=False)
-    watched.end()
-    assert watched.drew
-    torch.rand(1)
-    assert not watched.is_broken()
+    marks = watched.set_back()
+    assert not watched.has_moved(marks)
+    DRAWS[name][1]()
+    assert watched.has_moved(marks)
 
 
 def test_calls_that_find_one_state_share_it() -> None:
-    one = watch(with_host=False)
-    assert watch(with_host=False).cpu is one.cpu
+    one = look()
+    assert look() is one
     torch.rand(1)
-    assert watch(with_host=False).cpu is not one.cpu
+    other = look()
+    assert other is not one
+    assert other.states[0] is not one.states[0]
+    assert other.states[1:] == one.states[1:]
+
+
+def test_numpy_imported_by_the_call_is_a_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state at entry is not known."""
+    monkeypatch.setattr(host_rng, "_streams", (CPU, PYTHON))
+    monkeypatch.setattr(host_rng, "sys", type("NoNumPy", (), {"modules": {}}))
+    watched = rng.Watch()
+    monkeypatch.undo()
+    monkeypatch.setattr(host_rng, "_streams", (CPU, PYTHON))
+    assert watched.end() == "it imported numpy.random"
 
 
 def test_tensors_on_the_cpu_and_meta_have_no_device_stream() -> None:
     assert rng.devices_of([torch.empty(1), torch.empty(1, device="meta")]) == ()
+
+
+# ---- generators that a layer holds
+
+
+NUMPY_GENERATOR = numpy.random.default_rng(1)
+
+
+def _default(x: Any = NUMPY_GENERATOR) -> Any:
+    return x
+
+
+MODULE_GENERATOR = torch.Generator()
+
+
+def _uses_global() -> Any:
+    return torch.rand(1, generator=MODULE_GENERATOR)
+
+
+def _uses_it_through_a_function() -> Any:
+    return _uses_global()
+
+
+class _Holder:
+    shared = random.Random(1)
+
+    def __init__(self) -> None:
+        self.numbers = {"a": [torch.Generator(), numpy.random.RandomState(1)]}
+
+    @property
+    def number(self) -> Any:
+        return _uses_global()
+
+
+@pytest.mark.parametrize(
+    ("place", "n"),
+    [
+        (torch.Generator(), 1),
+        ([(torch.Generator(),), {"a": random.Random(1)}], 2),
+        (_Holder(), 2),
+        ([*vars(_Holder).values()], 2),
+        (_default, 1),
+        (_uses_global, 1),
+        (_uses_it_through_a_function, 1),
+        ((lambda held: lambda: held)(random.Random(3)), 1),
+        (random.Random(5).gauss, 1),
+        (random.Random(5).random, 1),
+        (random.SystemRandom(), 0),
+        ([random.random, random.gauss, numpy.random.rand], 0),
+        (torch.default_generator, 0),
+        ([torch.nn.functional.dropout, None, 3, "a", torch.ones(1)], 0),
+    ],
+    ids=str,
+)
+def test_streams_are_found_where_a_layer_may_hold_them(place: Any, n: int) -> None:
+    assert len(streams_in([place])) == n
+
+
+HELD = [
+    *[(f"Generator({kind.__name__})", numpy.random.Generator(kind(1)), "random") for kind in BITS],
+    ("BitGenerator", numpy.random.PCG64(2), "random_raw"),
+    ("RandomState", numpy.random.RandomState(1), "randn"),
+    ("Random", random.Random(1), "random"),
+]
+
+
+@pytest.mark.parametrize(("held", "draw"), [case[1:] for case in HELD], ids=[case[0] for case in HELD])
+def test_held_generator_is_set_back_only_if_it_was_drawn_from(held: Any, draw: str) -> None:
+    (stream,) = streams_in([held])
+    watched = rng.Watch((), (stream,))
+    drawn = [getattr(held, draw)() for _ in range(3)]
+    watched.end()
+    watched.set_back()
+    assert [getattr(held, draw)() for _ in range(3)] == drawn
+    watched = rng.Watch((), (stream,))
+    watched.end()
+    assert watched.moved == ()
+    assert stream in watched.quiet
