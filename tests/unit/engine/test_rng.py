@@ -210,26 +210,24 @@ class _Holder:
         return _uses_global()
 
 
-@pytest.mark.parametrize(
-    ("place", "n"),
-    [
-        (torch.Generator(), 1),
-        ([(torch.Generator(),), {"a": random.Random(1)}], 2),
-        (_Holder(), 2),
-        ([*vars(_Holder).values()], 2),
-        (_default, 1),
-        (_uses_global, 1),
-        (_uses_it_through_a_function, 1),
-        ((lambda held: lambda: held)(random.Random(3)), 1),
-        (random.Random(5).gauss, 1),
-        (random.Random(5).random, 1),
-        (random.SystemRandom(), 0),
-        ([random.random, random.gauss, numpy.random.rand], 0),
-        (torch.default_generator, 0),
-        ([torch.nn.functional.dropout, None, 3, "a", torch.ones(1)], 0),
-    ],
-    ids=str,
-)
+PLACES: dict[str, tuple[Any, int]] = {
+    "generator": (torch.Generator(), 1),
+    "containers": ([(torch.Generator(),), {"a": random.Random(1)}], 2),
+    "object": (_Holder(), 2),
+    "class": ([*vars(_Holder).values()], 2),
+    "default": (_default, 1),
+    "global": (_uses_global, 1),
+    "function behind a function": (_uses_it_through_a_function, 1),
+    "closure": ((lambda held: lambda: held)(random.Random(3)), 1),
+    "bound method": (random.Random(5).gauss, 1),
+    "built-in method": (random.Random(5).random, 1),
+    "draws on the system": (random.SystemRandom(), 0),
+    "the global ones": ([torch.default_generator, random.random, random.gauss, numpy.random.rand], 0),
+    "others": ([torch.nn.functional.dropout, None, 3, "a", torch.ones(1)], 0),
+}
+
+
+@pytest.mark.parametrize(("place", "n"), PLACES.values(), ids=PLACES)
 def test_streams_are_found_where_a_layer_may_hold_them(place: Any, n: int) -> None:
     assert len(streams_in([place])) == n
 
