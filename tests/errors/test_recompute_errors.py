@@ -304,7 +304,7 @@ def test_loop_class_used_by_the_tests_names_its_layers() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
 def test_transform_that_wants_no_hooks_is_refused_at_the_first_forward(transform: Any) -> None:
     from ckptdeco.errors import UncheckpointableError
 
