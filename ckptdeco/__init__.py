@@ -9,6 +9,7 @@ from ckptdeco.decorator import checkpointable
 from ckptdeco.dropin import checkpoint
 from ckptdeco.engine.running import is_recomputing
 from ckptdeco.errors import CheckpointError
+from ckptdeco.integrations.modules import DecoratedLayers, decorate, undecorate
 from ckptdeco.planning.explain import Explanation, explain
 from ckptdeco.policy import Policy, Site, policy
 from ckptdeco.schedule.actions import Action
@@ -18,12 +19,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "CheckpointError",
+    "DecoratedLayers",
     "Explanation",
     "Policy",
     "Site",
     "checkpoint",
     "checkpointable",
+    "decorate",
     "explain",
     "is_recomputing",
     "policy",
+    "undecorate",
 ]

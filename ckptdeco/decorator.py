@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import wrapt
+from torch import nn
 
 from ckptdeco import context
 from ckptdeco.context import elsewhere, innermost
@@ -33,7 +35,7 @@ from ckptdeco.schedule.actions import Action
 from ckptdeco.schedule.chain import Chain as KnownChain
 from ckptdeco.schedule.simulator import Layer
 
-__all__ = ["checkpointable"]
+__all__ = ["LayerForward", "checkpointable", "is_decorated"]
 
 _NOT_GIVEN: Any = object()
 context.at_leave(forget)  # values that wait for a further backward go with the policy (R26)
@@ -143,6 +145,44 @@ class Checkpointable(_FunctionWrapper):
         return self.__reduce_ex__(2)
 
 
+class LayerForward(Checkpointable):
+    """The decorated forward of one layer instance, set as its attribute `forward` (see `ckptdeco.decorate`).
+
+    Args:
+        layer: the layer.
+        wrapped: the forward to decorate: a bound method, or what another library set on the instance.
+    """
+
+    def __init__(self, layer: nn.Module, wrapped: Any) -> None:
+        reference = weakref.ref(layer)
+        _FunctionWrapper.__init__(self, wrapped, partial(_at_layer_call, reference))
+        self._self_layer = reference
+        self._self_name = None
+
+    def take_off(self, layer: nn.Module) -> None:
+        """Give the layer back the forward that it had."""
+        wrapped: Any = self.__wrapped__
+        if getattr(wrapped, "__self__", None) is layer and wrapped.__func__ is type(layer).forward:
+            del layer.__dict__["forward"]
+        else:
+            layer.__dict__["forward"] = wrapped
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        layer: Any = copy.deepcopy(self._self_layer(), memo)
+        copied = layer.__dict__.get("forward")  # there, unless the layer is being copied and this for its sake
+        return copied if copied is not None else LayerForward(layer, copy.deepcopy(self.__wrapped__, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return LayerForward, (self._self_layer(), self.__wrapped__)
+
+
+def _at_layer_call(
+    layer: weakref.ref[nn.Module], wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`_at_call` for the forward of one instance, which need not be a bound method."""
+    return _at_call(wrapped, layer(), args, kwargs)
+
+
 class _BoundCheckpointable(_BoundFunctionWrapper):
     """What `layer.forward` is; copies and pickles as a bound method would."""
 
@@ -157,6 +197,11 @@ class _BoundCheckpointable(_BoundFunctionWrapper):
 
 
 Checkpointable.__bound_function_wrapper__ = _BoundCheckpointable  # type: ignore[misc]
+
+
+def is_decorated(function: Any) -> bool:
+    """Whether a function or bound method is a decorated one."""
+    return isinstance(function, (Checkpointable, _BoundCheckpointable))
 
 
 def _self_of(bound: Any) -> Any:
