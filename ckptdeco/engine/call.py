@@ -77,7 +77,7 @@ class Call:
     __slots__ = (
         "__weakref__", "ambient", "at_backward", "body", "context", "decisions", "devices", "flags",
         "has_inner_backward", "has_references", "hooks", "info", "is_checked", "kept_outputs", "mutated", "options",
-        "outputs", "position", "protection", "rebuilt", "record", "size", "slots", "snapshots", "sources",
+        "outputs", "position", "protection", "rebuilt", "record", "size", "slots", "snapshots", "sources", "structure",
         "template", "trace", "unpacked", "waiting", "watch",
     )  # fmt: skip
 
@@ -108,6 +108,7 @@ class Call:
         self.watch: rng.Watch | None = None  # the random number streams as they were at entry
         self.snapshots: list[Snapshot] = []  # of the modules it may read
         self.outputs: list[int | None] = []  # fingerprints, if it is checked by value
+        self.structure: Any = None  # of its saved tensors, if it is not known whether they are filled when saved (R20)
         self.trace: list[str] | None = None
         self.hooks: Hooks | None = None  # forward hooks of modules inside, if there were any
         self.has_inner_backward = False

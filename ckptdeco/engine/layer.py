@@ -43,6 +43,7 @@ class Protection:
         "replaces_attributes",
         "sizes",
         "streams",
+        "structures",
         "witnesses",
         "written_buffers",
     )
@@ -63,6 +64,7 @@ class Protection:
         self.mutates_attributes = False  # it changes containers or tensors on its module in place
         self.ignored_slots: frozenset[int] = frozenset()  # saved tensors whose values are noise
         self.is_stop_safe = True  # early stop gives right values (R20)
+        self.structures: set[Hashable] = set()  # number and kinds of saved tensors, where it is known whether it does
         self.sizes: dict[Hashable, int] = {}  # bytes that a call saves, by the shapes of its inputs
 
     def is_check_due(self) -> bool:

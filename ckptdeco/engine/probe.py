@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.layer import Protection
-from ckptdeco.engine.saved import NO_TASK, Saved, is_parameter
+from ckptdeco.engine.saved import MODIFIED, NO_TASK, Saved, hold, is_parameter
 
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
@@ -94,7 +94,7 @@ class Probe:
 
     def pack(self, tensor: Tensor) -> Saved:
         """The hook: hold the tensor in a slot."""
-        saved = Saved(tensor)
+        saved = hold(tensor)
         self.saved.append(saved)
         return saved
 
@@ -123,35 +123,49 @@ class Probe:
     def drop(self, call: Call) -> int:
         """Drop what can be recomputed, and note per slot what was decided (R22)."""
         slots = call.slots
-        n_dropped = 0
-        reference = weakref.ref
+        kinds: list[Any] = []
+        dropped: list[tuple[Saved, Tensor]] = []
         for index, saved in enumerate(self.saved):
             value: Any = saved.value
             if saved.task != NO_TASK:  # `autograd.grad` ran inside the call
                 call.has_inner_backward = True
                 saved.task = NO_TASK
-            if is_parameter(value):  # alive anyway, with its version (R8)
-                if value.grad_fn is not None:
+            # The first test is of what `is_parameter` tells, without its frame.
+            if (type(value) is not Tensor or value._is_view()) and is_parameter(value):
+                if value.grad_fn is not None:  # alive anyway, with its version (R8)
                     saved.value = value.detach()
                 slots.append(None)
                 continue
             saved.value = None
             saved.call = call
             saved.index = index
-            saved.meta = value.shape, value.dtype, value.device
-            saved.is_modified = value._version != saved.version  # backward must say so, as without us (R21)
-            if self.values:
-                saved.values = self._values(index, value, call.protection)
-            slots.append(reference(saved))
-            n_dropped += 1
+            shape, dtype = value.shape, value.dtype
+            saved.meta = shape, dtype, value.device
+            kinds += (dtype, len(shape))
+            if value._version != saved.version:
+                saved.version = MODIFIED  # backward must say so, as without us (R21)
+            slots.append(weakref.ref(saved))
+            dropped.append((saved, value))
+        self._learn_values(call, (len(slots), *kinds), dropped)
         self.saved = []
-        return n_dropped
+        return len(dropped)
 
-    def _values(self, index: int, value: Tensor, protection: Protection) -> int | None:
-        now = fingerprint(value)
-        if now != self.values[index]:  # saved before it was filled: stopping there would give noise (R20)
-            protection.is_stop_safe = False
-        return now
+    def _learn_values(self, call: Call, structure: tuple[Any, ...], dropped: list[tuple[Saved, Tensor]]) -> None:
+        """Note the values of a call that is checked, or that saved other tensors than checked calls did (R20)."""
+        protection = call.protection
+        if not dropped:
+            return
+        if self.values:
+            protection.structures.add(structure)
+        elif structure in protection.structures:
+            return
+        else:
+            call.structure = structure
+            call.is_checked = call.options.determinism_check != "none"
+        for saved, value in dropped:
+            saved.values = fingerprint(value)
+            if self.values and saved.values != self.values[saved.index]:
+                protection.is_stop_safe = False  # saved before it was filled: stopping there would give noise
 
     def storages(self) -> set[int]:
         """Addresses of what is held."""

@@ -103,7 +103,8 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         call.protection.witnesses = {}
     if call.ambient[-1] and call.is_checked and call.protection.modes_take_part is None and waiting is not None:
         _try_without_modes(call, inputs)
-    run = _Rerun(call, waiting, may_stop=is_target and call.options.early_stop and call.protection.is_stop_safe)
+    may_stop = is_target and call.options.early_stop and call.protection.is_stop_safe and call.structure is None
+    run = _Rerun(call, waiting, may_stop)
     outputs = _run(call, inputs, run)
     suspects = run.verify()
     if run.drew:
@@ -270,6 +271,7 @@ class _Rerun:
         "has_modes",
         "last",
         "n",
+        "packed",
         "slots",
         "stopped",
         "trace",
@@ -289,6 +291,7 @@ class _Rerun:
         self.drew = False  # from a stream that forward did not draw from
         self.stopped = False
         self.trace: Trace | None = None
+        self.packed: dict[int, int | None] = {}  # fingerprints when saved, if the call is one that has to tell (R20)
         self.last = -1  # slot at which to stop
         if may_stop:
             for index in range(len(self.slots) - 1, -1, -1):
@@ -317,6 +320,8 @@ class _Rerun:
                 raise self.error
             if self.waiting is not None:
                 self.waiting[index] = value, value._version
+                if self.call.structure is not None:
+                    self.packed[index] = fingerprint(value)
         if index == self.last:
             self.stopped = True
             raise _Stop
@@ -345,11 +350,24 @@ class _Rerun:
         n_forward = len(self.slots)
         if not self.stopped and self.n != n_forward and not (self.n > n_forward and call.options.early_stop):
             raise SavedTensorMismatch(call.info.label, None, n_forward, self.n, trace=_trace(call, self.trace))
-        if not call.is_checked or self.waiting is None:
+        if self.waiting is None:
+            return []
+        if call.structure is not None:
+            self._learn_structure(self.waiting)
+        if not call.is_checked:
             return []
         if call.options.determinism_check != "values":
             call.is_checked = False  # verified once (R12)
         return self._differing(self.waiting)
+
+    def _learn_structure(self, waiting: Waiting) -> None:
+        """The run was not stopped: were its tensors filled when they were saved?"""
+        protection = self.call.protection
+        if all(fingerprint(waiting[index][0]) == values for index, values in self.packed.items()):
+            protection.structures.add(self.call.structure)
+        else:
+            protection.is_stop_safe = False
+        self.call.structure = None
 
     def _differing(self, waiting: Waiting) -> list[int]:
         found = []
@@ -357,9 +375,10 @@ class _Rerun:
         for index, (value, _) in waiting.items():
             slot = self.slots[index]
             saved = None if slot is None else slot()
-            if saved is None or saved.values is None or index in ignored:
+            values = None if saved is None else getattr(saved, "values", None)
+            if values is None or index in ignored:
                 continue
-            if fingerprint(value) not in (saved.values, None):
+            if fingerprint(value) not in (values, None):
                 found.append(index)
         return found
 

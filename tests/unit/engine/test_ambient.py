@@ -20,7 +20,7 @@ def capture() -> Any:
 def again(state: Any, read: Any) -> Any:
     """What `read` gives where a recompute runs."""
     with ExitStack() as stack:
-        ambient.enter(stack, state, ())
+        ambient.enter(stack, state, (), with_dispatch_modes=True)
         return read()
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from ckptdeco.engine.saved import NO_TASK, Saved, is_parameter, unpack
+from ckptdeco.engine.saved import NO_TASK, hold, is_parameter, unpack
 from ckptdeco.errors import ModifiedTensorError
 
 
 def test_held_tensor_is_given_back() -> None:
     value = torch.randn(3)
-    saved = Saved(value)
+    saved = hold(value)
     assert saved.task == NO_TASK
     assert unpack(saved) is value
     assert saved.task != NO_TASK  # read while it was held
@@ -21,7 +21,7 @@ def test_held_tensor_is_given_back() -> None:
 def test_held_tensor_that_was_changed_raises() -> None:
     """R21."""
     value = torch.randn(3)
-    saved = Saved(value)
+    saved = hold(value)
     value.add_(1)
     with pytest.raises(ModifiedTensorError, match="modified by an inplace operation"):
         unpack(saved)
@@ -46,7 +46,7 @@ def test_parameters_and_their_views_are_alive_anyway(tensor: torch.Tensor, expec
 def test_handed_out_tensor_is_found_while_it_lives() -> None:
     """R31."""
     value = torch.randn(4, 6).t()[1:, ::2]
-    saved = Saved(value)
+    saved = hold(value)
     saved.meta = value.shape, value.dtype, value.device
     assert saved.handed_out() is None
     saved.remember(value)
