@@ -9,6 +9,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_char, string_at
+from struct import pack, unpack_from
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "is_inside_torch_checkpoint",
     "is_plain_autograd",
     "is_torch_function_on",
+    "memory_of_generator",
     "refuses_hooks",
     "torch_function_on",
     "unseen_by_modes",
@@ -153,3 +156,29 @@ def unseen_by_modes() -> Iterator[None]:
     """Run operators that the user's dispatch and function modes do not see."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+_WORDS = 624  # of a Mersenne Twister
+_BEFORE, _AFTER = 160, 32  # bytes of a generator before its words; of the spare normal numbers behind them
+
+
+def memory_of_generator(generator: torch.Generator) -> tuple[Any, Any] | None:
+    """The memory of a CPU generator that any draw changes, as two objects whose present bytes are their `raw`.
+
+    These are the counters with the first words, and the normal numbers in store. None if they are not found. To read a
+    state costs 0.7 µs, and copies 5 kB through the processor's cache at every look; this is 0.1 µs.
+    """
+    address = getattr(generator, "_cdata", None)
+    if generator.device.type != "cpu" or not isinstance(address, int):
+        return None
+    state = generator.get_state()
+    legacy = string_at(state.data_ptr(), state.numel())
+    if len(legacy) < 24 + 8 * _WORDS:
+        return None
+    words = pack(f"{_WORDS}I", *unpack_from(f"{_WORDS}Q", legacy, 24))
+    start = string_at(address, _BEFORE + len(words)).find(words)
+    if start < 20:
+        return None
+    head: Any = (c_char * 64).from_address(address + start - 20)  # seed, words left, next word
+    tail: Any = (c_char * _AFTER).from_address(address + start + len(words))
+    return head, tail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -27,6 +28,7 @@ from ckptdeco.engine.torch_private import (
     is_inside_torch_checkpoint,
     is_plain_autograd,
     is_torch_function_on,
+    memory_of_generator,
     refuses_hooks,
     torch_function_on,
     unseen_by_modes,
@@ -293,3 +295,41 @@ def test_refusal_of_hooks_is_told_from_other_errors():
             torch.ones(2) @ torch.ones(3)
     assert [refuses_hooks(caught.value) for caught in (refused, refused_by_user, other)] == [True, True, False]
     assert not refuses_hooks(RuntimeError())
+
+
+def look(generator):
+    return tuple(part.raw for part in memory_of_generator(generator))
+
+
+def test_memory_of_a_generator_changes_with_every_draw_and_comes_back_with_its_state():
+    generator = torch.Generator().manual_seed(3)
+    seen = look(generator)
+    for _ in range(3):
+        for draw in (torch.rand, torch.randn):
+            for dtype in (torch.float32, torch.float64):
+                for n in (1, 1, 2, 16, 311, 624, 1249):
+                    before, state = seen, generator.get_state()
+                    draw(n, dtype=dtype, generator=generator)
+                    seen = look(generator)
+                    assert seen != before
+                    generator.set_state(state)
+                    assert look(generator) == before
+                    draw(n, dtype=dtype, generator=generator)
+                    assert look(generator) == seen
+
+
+def test_each_draw_of_a_single_number_changes_the_memory_of_the_generator():
+    generator = torch.Generator().manual_seed(4)
+    marks = []
+    for _ in range(1300):
+        torch.randn(1, dtype=torch.float64, generator=generator)
+        marks.append(look(generator))
+    assert all(one != other for one, other in itertools.pairwise(marks))
+
+
+def test_generator_without_a_plain_state_has_no_memory_to_look_at():
+    class Odd:
+        device = torch.device("cpu")
+        _cdata = "elsewhere"
+
+    assert memory_of_generator(Odd()) is None
