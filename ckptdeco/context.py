@@ -174,6 +174,23 @@ def restore(token: Token[Entry | None]) -> None:
     _top.reset(token)
 
 
+class Within:
+    """A function as it is run in a layer call, first and again: with policies switched off, or a nested one on (R6)."""
+
+    __slots__ = ("entry", "function")
+
+    def __init__(self, function: Callable[..., Any], entry: Entry | None) -> None:
+        self.function = function
+        self.entry = entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = replace(self.entry)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            restore(token)
+
+
 # ---- functions that run under a policy
 
 

@@ -227,23 +227,6 @@ def _at_named_call(name: str | None, wrapped: Any, instance: Any, args: tuple[An
     return _call(entry, name, wrapped, instance, args, kwargs)
 
 
-class _Body:
-    """A layer's forward as it is run, first and again: with the policy switched off inside, or on if nested (R6)."""
-
-    __slots__ = ("entry", "function")
-
-    def __init__(self, function: Callable[..., Any], entry: context.Entry | None) -> None:
-        self.function = function
-        self.entry = entry
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        token = context.replace(self.entry)
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            context.restore(token)
-
-
 class _ChainState:
     """What one policy decided for one chain of this pass."""
 
@@ -275,7 +258,7 @@ def _call(
     if chain is None or chain.context.policy is not policy:
         chain = _begin_chain(policy, info, is_first_run=frame is None or not frame.again)
         upstream.position = -1
-    body = _Body(rerunnable(wrapped), context.Entry(policy) if policy.nested else None)
+    body = context.Within(rerunnable(wrapped), context.Entry(policy) if policy.nested else None)
     if not is_matched:
         return _run_unmatched(entry, body, inputs, chain, upstream)
     state: _ChainState = chain.context
@@ -348,7 +331,7 @@ def _stamp(result: Any, chain: Chain, position: int) -> list[Any]:
     return stamp_outputs(tensors_in(result), None, chain, position, running.frame)
 
 
-def _run_unmatched(entry: context.Entry, body: _Body, inputs: Inputs, chain: Chain, upstream: Upstream) -> Any:
+def _run_unmatched(entry: context.Entry, body: context.Within, inputs: Inputs, chain: Chain, upstream: Upstream) -> Any:
     """Run a layer that `only=` or `skip=` leaves out; chains go on through it."""
     if entry.unmatched_backward and not entry.n_matched:
         entry.policy._check_matched(entry)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ckptdeco import context
 from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
 from ckptdeco.engine.dataflow import Upstream
@@ -89,6 +90,9 @@ def checkpoint(
     if not torch.is_grad_enabled() or not is_plain_autograd():
         return function(*args, **kwargs)
     body = rerunnable(function)
+    entry = context.active()
+    if entry is not None:  # decorated layers inside: as in a decorated layer (R6), whether or not the policy is left
+        body = context.Within(body, context.Entry(entry.policy) if entry.policy.nested else None)
     if context_fn is not noop_context_fn:
         body = _InContext(body, *context_fn())
     bound = getattr(function, "__self__", None)

@@ -25,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "context": {"schedule"},
     "policy": {"context", "schedule"},
     "decorator": _BELOW_DECORATOR,
-    "dropin": {"engine", "schedule"},
+    "dropin": {"context", "engine", "schedule"},
     "planning": _BELOW_TOP,
     "integrations": _BELOW_TOP,
     "demo": _BELOW_TOP | {"planning"},

@@ -68,7 +68,7 @@ class Inputs:
         self.kwargs = kwargs
         self.tensors, self.template = flatten_arguments(args, kwargs)
         # Arguments that are not simply one tensor each: they may hold modules, generators or objects that change.
-        self.has_others = len(args) + len(kwargs) != len(self.tensors)
+        self.has_others = not all(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
 
 
 class Call:
@@ -169,7 +169,11 @@ def run(
     devices = rng.devices_of(tensors)
     surroundings = ambient.capture(devices)
     layer = info.layer()
-    protection = info.protection((getattr(layer, "training", None), ambient.kind(surroundings), len(tensors)))
+    trees = _trees(info, layer, body, inputs)
+    kind: tuple[Any, ...] = getattr(layer, "training", None), ambient.kind(surroundings), len(tensors)
+    if info.tree is None:  # one function for many layers, as `lambda x: layer(x)` in a loop
+        kind += tuple([(weakref.ref(root), root.training) for _, root in trees])
+    protection = info.protection(kind)
     protection.n_calls += 1
     if protection.witnesses:
         learn_changes(protection)
@@ -181,7 +185,6 @@ def run(
     call.devices, call.ambient = devices, surroundings
     find_sources(call, tensors, upstream, action, limit, check, frame)
 
-    trees = _trees(info, layer, body, inputs)
     call.snapshots = [Snapshot(tree, root, protection) for tree, root in trees]
     before = [tree.buffer_values() if is_due else None for tree, _ in trees]
     versions = versions_of(tensors)

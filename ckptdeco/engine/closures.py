@@ -13,6 +13,8 @@ from ckptdeco.engine.running import running
 
 __all__ = ["rerunnable"]
 
+_MAX_DEPTH = 4  # of functions that call functions
+
 
 def rerunnable(function: Any) -> Any:
     """`function`, or if it has a closure, a callable that runs it as it is in forward and as it was in a recompute."""
@@ -34,18 +36,19 @@ class _Rerunnable:
         return _frozen(self.kept)(*args, **kwargs)  # what one recompute writes to its variables, the next does not see
 
 
-def _frozen(function: Any) -> Any:
+def _frozen(function: Any, depth: int = 0) -> Any:
     """A copy of a plain function with the present values of its closure; anything else is returned as it is.
 
-    Values are kept as they are: an object that is changed in place is seen changed.
+    Functions in the closure are frozen in their turn. Other values are kept as they are: an object that is changed in
+    place is seen changed.
     """
     if type(function) is functools.partial:
-        inner = _frozen(function.func)
+        inner = _frozen(function.func, depth)
         return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
-    if type(function) is not FunctionType or function.__closure__ is None:
+    if type(function) is not FunctionType or function.__closure__ is None or depth > _MAX_DEPTH:
         return function
     try:
-        cells = tuple([CellType(cell.cell_contents) for cell in function.__closure__])
+        cells = tuple([CellType(_frozen(cell.cell_contents, depth + 1)) for cell in function.__closure__])
     except ValueError:  # a variable that has no value yet
         return function
     copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

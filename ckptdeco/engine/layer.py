@@ -23,6 +23,7 @@ from ckptdeco.engine.streams import Stream
 __all__ = ["LayerInfo", "Protection", "layer_info"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_MAX_KINDS = 64  # ways of calling a layer, beyond which those of modules that are gone are forgotten
 
 
 class Protection:
@@ -104,8 +105,15 @@ class LayerInfo:
         """What is known of calls of this kind."""
         known = self.protections.get(kind)
         if known is None:
+            if len(self.protections) >= _MAX_KINDS:  # a function that was called for modules that are gone
+                self.protections = {k: p for k, p in self.protections.items() if not _is_gone(k)}
             known = self.protections[kind] = Protection()
         return known
+
+
+def _is_gone(kind: Any) -> bool:
+    """Whether a way of calling names a module that is gone."""
+    return any(isinstance(part, tuple) and part and isinstance(part[0], weakref.ref) and part[0]() is None for part in kind)
 
 
 def _weak(layer: Any) -> Callable[[], Any]:

@@ -250,6 +250,8 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
         own = value.detach()
         if requires_grad:
             own.requires_grad_()
+            if not is_leaf:  # the layer may ask
+                own = own.view_as(own)
         prepared.append(own)
     for i in call.mutated:
         requires_grad = call.flags[i][0]
