@@ -184,6 +184,7 @@ class Within:
         self.entry = entry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function."""
         token = replace(self.entry)
         try:
             return self.function(*args, **kwargs)

@@ -113,7 +113,9 @@ class LayerInfo:
 
 def _is_gone(kind: Any) -> bool:
     """Whether a way of calling names a module that is gone."""
-    return any(isinstance(part, tuple) and part and isinstance(part[0], weakref.ref) and part[0]() is None for part in kind)
+    return any(
+        isinstance(part, tuple) and part and isinstance(part[0], weakref.ref) and part[0]() is None for part in kind
+    )
 
 
 def _weak(layer: Any) -> Callable[[], Any]:
