@@ -1,11 +1,11 @@
 """The global generators of the process: torch's for the CPU, Python's, and NumPy's once the program has imported it.
 
 Every layer call looks at them when it begins and when it ends (R19). To read a state in full takes 0.7 µs (torch), 8 µs
-(Python) and 34 µs (NumPy), and drives 5 kB through the processor's cache: 40 µs a call of a small layer. So the mark of a
-stream are a few bytes of the state where it is kept: its position, its first words, and the normal number in store. A draw moves the position; if it
-comes to the same place again, all words have changed. The state is only read when the mark has changed. The places are
-checked once, against what the public functions say. If they are not as expected, the states are read in full: slower,
-and as exact.
+(Python) and 34 µs (NumPy), and drives 5 kB through the processor's cache, together 40 µs a call of a small layer. So
+the mark of a stream is a few bytes of the state where it is kept: its position, its first words, and the normal number
+in store. A draw moves the position; if it comes to the same place again, all words have changed. The state is only read
+when the mark has changed. The places are checked once, against what the public functions say. If they are not as
+expected, the states are read in full: slower, and as exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ckptdeco.engine.streams import OfGenerator, Stream, comparable
-from ckptdeco.engine.torch_private import memory_of_generator
+from ckptdeco.engine.torch_private import mark_of_generator
 
 __all__ = ["Seen", "global_streams", "look"]
 
@@ -65,10 +65,13 @@ def _numpy_mark(module: Any) -> Callable[[], Any]:
     def in_full() -> Any:
         return comparable(module.get_state(legacy=False))
 
-    if sys.implementation.name != "cpython" or not hasattr(module, "get_bit_generator") or not _has_fields(module):
+    if sys.implementation.name != "cpython" or not hasattr(module, "get_bit_generator"):
         return in_full
-    get_bits, holder = module.get_bit_generator, module.rand.__self__
-    fields = _fields_of(holder)
+    place = _place_of_spare(module)
+    if place is None:
+        return in_full
+    get_bits = module.get_bit_generator
+    spare = _bytes_at(id(module.rand.__self__) + _HEAD + place[0], place[1])
     bits = get_bits()
     words = _words_of(bits)
 
@@ -77,7 +80,7 @@ def _numpy_mark(module: Any) -> Callable[[], Any]:
         if get_bits() is not bits:  # set_bit_generator gave it another one
             bits = get_bits()
             words = _words_of(bits)
-        return in_full() if words is None else (words[0].raw, words[1].raw, fields.raw)
+        return in_full() if words is None else (words[0].raw, words[1].raw, spare.raw)
 
     return mark
 
@@ -94,28 +97,34 @@ def _words_of(bits: Any) -> Any:
     return _bytes_at(address, _FIRST), _bytes_at(address + 4 * _N_WORDS, 4)
 
 
-def _fields_of(holder: Any) -> Any:
-    return _bytes_at(id(holder) + _HEAD, type(holder).__basicsize__ - _HEAD)
-
-
-def _has_fields(module: Any) -> bool:
-    """Whether a `RandomState` keeps its spare normal number in the memory of the object itself."""
+def _place_of_spare(module: Any) -> tuple[int, int] | None:
+    """Where in a `RandomState` object its spare normal number is: start and number of bytes."""
     holder = module.RandomState(1)
+    fields = _bytes_at(id(holder) + _HEAD, type(holder).__basicsize__ - _HEAD)
     holder.standard_normal()
-    fields = _fields_of(holder)
-    before = fields.raw, holder.get_state()[2]
+    before, position = fields.raw, holder.get_state()[2]
+    spare = struct.pack("d", holder.get_state()[4])
     holder.standard_normal()
-    return bool(fields.raw != before[0] and holder.get_state()[2] == before[1])
+    changed = [i for i, (a, b) in enumerate(zip(before, fields.raw, strict=True)) if a != b]
+    if not changed or holder.get_state()[2] != position:
+        return None
+    start, end = changed[0] // 8 * 8, changed[-1] // 8 * 8 + 8
+    return (start, end - start) if spare in before[start:end] and end - start <= _FIRST else None
 
 
 def _cpu_mark() -> Callable[[], Any]:
-    """Looks at the counters of torch's generator for the CPU, and at the normal numbers that it has in store."""
+    """Looks at the memory of torch's generator for the CPU."""
     generator = torch.default_generator
-    memory = memory_of_generator(torch.Generator()) and memory_of_generator(generator)
-    if memory is None:
-        return OfGenerator(generator).mark
-    head, tail = memory
-    return lambda: (head.raw, tail.raw)
+    in_full = OfGenerator(generator).mark
+    trial = torch.Generator().manual_seed(1)
+    mark = mark_of_generator(trial)
+    if mark is None:
+        return in_full
+    seen = {mark()}
+    for dtype in (torch.float64, torch.float64, torch.float32, torch.float32):  # the second of each is a spare number
+        torch.randn(1, dtype=dtype, generator=trial)
+        seen.add(mark())
+    return mark_of_generator(generator) or in_full if len(seen) == 5 else in_full
 
 
 _CPU: Stream = _Global(_cpu_mark(), torch.default_generator.get_state, torch.default_generator.set_state)

@@ -96,9 +96,9 @@ def test_states_are_peeked_at_here_and_read_in_full_where_that_does_not_work(mon
     monkeypatch.setattr(host_rng, "_HEAD", host_rng._HEAD + 4)
     assert host_rng._python_mark() is random.getstate
     monkeypatch.undo()
-    monkeypatch.setattr(host_rng, "memory_of_generator", lambda generator: None)
+    monkeypatch.setattr(host_rng, "mark_of_generator", lambda generator: None)
     assert len(host_rng._cpu_mark()()) == torch.get_rng_state().numel() != len(CPU.mark())
-    monkeypatch.setattr(host_rng, "_has_fields", lambda module: False)
+    monkeypatch.setattr(host_rng, "_place_of_spare", lambda module: None)
     mark = host_rng._numpy_mark(numpy.random)
     before = mark()
     assert mark() == before

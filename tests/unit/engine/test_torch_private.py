@@ -28,7 +28,7 @@ from ckptdeco.engine.torch_private import (
     is_inside_torch_checkpoint,
     is_plain_autograd,
     is_torch_function_on,
-    memory_of_generator,
+    mark_of_generator,
     refuses_hooks,
     torch_function_on,
     unseen_by_modes,
@@ -297,39 +297,37 @@ def test_refusal_of_hooks_is_told_from_other_errors():
     assert not refuses_hooks(RuntimeError())
 
 
-def look(generator):
-    return tuple(part.raw for part in memory_of_generator(generator))
-
-
-def test_memory_of_a_generator_changes_with_every_draw_and_comes_back_with_its_state():
+def test_mark_of_a_generator_changes_with_every_draw_and_comes_back_with_its_state():
     generator = torch.Generator().manual_seed(3)
-    seen = look(generator)
+    mark = mark_of_generator(generator)
     for _ in range(3):
         for draw in (torch.rand, torch.randn):
             for dtype in (torch.float32, torch.float64):
                 for n in (1, 1, 2, 16, 311, 624, 1249):
-                    before, state = seen, generator.get_state()
+                    before, state = mark(), generator.get_state()
                     draw(n, dtype=dtype, generator=generator)
-                    seen = look(generator)
+                    seen = mark()
                     assert seen != before
                     generator.set_state(state)
-                    assert look(generator) == before
+                    assert mark() == before
                     draw(n, dtype=dtype, generator=generator)
-                    assert look(generator) == seen
+                    assert mark() == seen
 
 
-def test_each_draw_of_a_single_number_changes_the_memory_of_the_generator():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_draw_of_a_single_number_changes_the_mark_of_the_generator(dtype):
     generator = torch.Generator().manual_seed(4)
+    mark = mark_of_generator(generator)
     marks = []
     for _ in range(1300):
-        torch.randn(1, dtype=torch.float64, generator=generator)
-        marks.append(look(generator))
+        torch.randn(1, dtype=dtype, generator=generator)
+        marks.append(mark())
     assert all(one != other for one, other in itertools.pairwise(marks))
 
 
-def test_generator_without_a_plain_state_has_no_memory_to_look_at():
+def test_generator_without_a_plain_state_has_no_mark():
     class Odd:
         device = torch.device("cpu")
         _cdata = "elsewhere"
 
-    assert memory_of_generator(Odd()) is None
+    assert mark_of_generator(Odd()) is None
