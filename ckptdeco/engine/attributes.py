@@ -16,14 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptdeco.engine.frozen import copy_frozen, freeze
 from ckptdeco.engine.tree import flatten
 
-__all__ = ["ATOMS", "is_plain_object", "keep_value", "leads_to_graph", "signature"]
+__all__ = ["ATOMS", "as_non_leaf", "is_plain_object", "keep_value", "leads_to_graph", "signature"]
 
 # Types of values that lead to no graph and cannot be changed in place.
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, tuple)
 _MAX_DEPTH = 4
+
+
+class _Own(torch.autograd.Function):
+    """Hands a tensor over as a non-leaf that shares storage, so that the layer may change it in place (R30)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def as_non_leaf(tensor: Tensor) -> Tensor:
+    """A tensor over the same memory that may be changed in place although `tensor` is a leaf that requires grad."""
+    with torch.enable_grad():
+        own: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+    return own
 
 
 def signature(value: Any, depth: int = 0) -> Any:
@@ -41,7 +61,10 @@ def signature(value: Any, depth: int = 0) -> Any:
         if kind in (set, frozenset):
             return id(value), set(map(id, value))
         if is_plain_object(value):
-            return id(value), signature(vars(value), depth + 1)
+            return id(value), signature(vars(value), depth)
+        frozen = freeze(value)
+        if frozen is not None:
+            return id(value), frozen[0], [signature(item, depth + 1) for item in frozen[1]]
     return id(value)
 
 
@@ -52,7 +75,8 @@ def is_plain_object(value: Any) -> bool:
     ):
         return False
     kind: Any = type(value)
-    return bool(kind.__reduce_ex__ is object.__reduce_ex__) and kind.__module__ != "builtins"
+    is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    return bool(is_usual) and kind.__module__ != "builtins" and not any(vars(c).get("__slots__") for c in kind.__mro__)
 
 
 def leads_to_graph(value: Any) -> bool:
@@ -90,9 +114,9 @@ def keep_value(value: Any, clone: bool, depth: int = 0) -> Any:
         return copy.copy(value)
     if is_plain_object(value):
         kept = object.__new__(kind)
-        vars(kept).update(keep_value(vars(value), clone, depth + 1))
+        vars(kept).update(keep_value(vars(value), clone, depth))
         return kept
-    return value
+    return copy_frozen(value, lambda item: keep_value(item, clone, depth + 1))
 
 
 def _keep_tensor(tensor: Tensor, clone: bool) -> Tensor:
@@ -101,4 +125,9 @@ def _keep_tensor(tensor: Tensor, clone: bool) -> Tensor:
     kept = tensor.detach()
     if clone:
         kept = kept.clone()
-    return kept.requires_grad_() if tensor.requires_grad else kept
+    if not tensor.requires_grad:
+        return kept
+    kept.requires_grad_()
+    if tensor.grad_fn is None or not clone:
+        return kept
+    return as_non_leaf(kept)

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, recompute, rng
-from ckptdeco.engine.attributes import is_plain_object, keep_value, signature
+from ckptdeco.engine.attributes import keep_value, signature
 from ckptdeco.engine.changes import copy_unsaved, learn_changes
 from ckptdeco.engine.dataflow import Chain, Upstream, nodes_between, stamp_outputs
 from ckptdeco.engine.fingerprint import fingerprint
@@ -188,7 +188,7 @@ def run(
     call.snapshots = [Snapshot(tree, root, protection) for tree, root in trees]
     before = [tree.buffer_values() if is_due else None for tree, _ in trees]
     versions = versions_of(tensors)
-    constants = {i: fingerprint(t) for i, t in enumerate(tensors) if is_due and not t.requires_grad}
+    values = [fingerprint(tensor) for tensor in tensors] if is_due else []
     if options.preserve_rng_state:
         call.watch = _watch_randomness(call, inputs, is_due)
 
@@ -222,15 +222,16 @@ def run(
         call.hooks = listener.finish()
         protection.hooks_take_part |= listener.took_part
     surprise = "" if call.watch is None else call.watch.end()
-    written = {i for i, values in constants.items() if fingerprint(tensors[i]) != values}
+    written = {i for i, value in enumerate(values) if fingerprint(tensors[i]) != value}
     state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
     surprise = learn(call, protection, tensors, versions, written, state) or surprise
     surprise = _learn_objects(protection, objects) or surprise
+    buffers = _own_buffers(trees)
     n_dropped = 0
     shapes = tuple([t.shape for t in tensors])
     n_bytes = protection.sizes.get(shapes)
     if n_bytes is None:
-        n_bytes = protection.sizes[shapes] = probe.n_bytes()
+        n_bytes = protection.sizes[shapes] = probe.n_bytes(buffers)
     if surprise:
         probe.keep_all()
         record.store(surprise)
@@ -238,7 +239,7 @@ def run(
         is_first = protection.is_check_due()
         if is_first or protection.changed_later:
             copy_unsaved(call, tensors, probe.storages(), is_first)
-        n_dropped = probe.drop(call)
+        n_dropped = probe.drop(call, buffers)
         record.measure(call.sources if n_dropped else [], n_bytes)
     record.log.note(call)
     outputs = tensors_in(result)
@@ -268,9 +269,8 @@ def _watch_objects(call: Call, inputs: Inputs, is_due: bool) -> list[tuple[Any, 
 
 
 def _hold(value: Any) -> Any:
-    if not is_plain_object(value):
-        return value
-    return Held(keep_value(value, clone=True), partial(keep_value, clone=True))
+    kept = keep_value(value, clone=True)
+    return value if kept is value else Held(kept, partial(keep_value, clone=True))
 
 
 def _learn_objects(protection: Protection, objects: list[tuple[Any, Any]]) -> str:
@@ -297,6 +297,11 @@ def _trees(info: LayerInfo, layer: Any, body: Any, inputs: Inputs) -> list[tuple
             if module is not layer and tree is not None:
                 trees.append((tree, module))
     return trees
+
+
+def _own_buffers(trees: list[tuple[ModuleTree, nn.Module]]) -> set[int]:
+    """Ids of the buffers that the modules hold now."""
+    return {id(tensor) for tree, _ in trees if tree.has_buffers for owner in tree.owners for tensor in owner.values()}
 
 
 def _function_of(body: Any) -> Any:

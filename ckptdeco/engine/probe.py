@@ -120,8 +120,11 @@ class Probe:
         self.saved = [saved for i, saved in enumerate(self.saved) if i not in indices]
         self.values = [value for i, value in enumerate(self.values) if i not in indices]
 
-    def drop(self, call: Call) -> int:
-        """Drop what can be recomputed, and note per slot what was decided (R22)."""
+    def drop(self, call: Call, buffers: set[int]) -> int:
+        """Drop what can be recomputed, and note per slot what was decided (R22).
+
+        `buffers` are the ids of the layer's own: autograd reads the buffer itself, whatever was written to it since.
+        """
         slots = call.slots
         kinds: list[Any] = []
         dropped: list[tuple[Saved, Tensor]] = []
@@ -131,7 +134,8 @@ class Probe:
                 call.has_inner_backward = True
                 saved.task = NO_TASK
             # The first test is of what `is_parameter` tells, without its frame.
-            if (type(value) is not Tensor or value._is_view()) and is_parameter(value):
+            is_alive = (type(value) is not Tensor or value._is_view()) and is_parameter(value)
+            if is_alive or (buffers and id(value) in buffers):
                 if value.grad_fn is not None:  # alive anyway, with its version (R8)
                     saved.value = value.detach()
                 slots.append(None)
@@ -171,12 +175,12 @@ class Probe:
         """Addresses of what is held."""
         return {_storage_of(saved.value) for saved in self.saved if saved.value is not None}
 
-    def n_bytes(self) -> int:
-        """Bytes of the unique storages held, without parameters."""
+    def n_bytes(self, buffers: set[int]) -> int:
+        """Bytes of the unique storages held, without parameters and the layer's own buffers."""
         storages: dict[int, int] = {}
         for saved in self.saved:
             value: Any = saved.value
-            if is_parameter(value):
+            if is_parameter(value) or id(value) in buffers:
                 continue
             try:
                 storage = value.untyped_storage()

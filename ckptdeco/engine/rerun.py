@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, hooks
+from ckptdeco.engine.attributes import as_non_leaf
 from ckptdeco.engine.changes import learn_changes
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import Frame, running
@@ -64,18 +65,6 @@ class _Cell:
 
 
 _EMPTY = _Cell(None)  # for the many calls in which no backward runs
-
-
-class _Own(torch.autograd.Function):
-    """Hands an input over as a non-leaf that shares storage, so that the layer may change it in place (R30)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def traced(call: Call) -> Trace:
@@ -256,7 +245,7 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
     for i in call.mutated:
         requires_grad = call.flags[i][0]
         value = inputs[i].detach().clone().requires_grad_(requires_grad)
-        prepared[i] = _Own.apply(value) if requires_grad else value  # type: ignore[no-untyped-call]
+        prepared[i] = as_non_leaf(value) if requires_grad else value
     return prepared
 
 

@@ -18,6 +18,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ckptdeco.engine.attributes import ATOMS, keep_value, leads_to_graph, signature
 from ckptdeco.engine.fingerprint import fingerprint
@@ -52,7 +53,9 @@ class ModuleTree:
         "child_names",
         "children",
         "getters",
+        "has_buffers",
         "has_large_buffers",
+        "has_lazy",
         "hooks",
         "is_gathered",
         "keys",
@@ -81,10 +84,14 @@ class ModuleTree:
         owned = [] if self.is_gathered else modules
         self.owners: list[dict[str, Any]] = [d for m in owned for d in (m._parameters, m._buffers)]
         buffers = [tensor for module in owned for tensor in module._buffers.values() if tensor is not None]
+        self.has_buffers = bool(buffers)
         # Kernels such as batch_norm write buffers without a trace: small ones are never given to a recompute.
         self.small_buffers: frozenset[BufferKey] = frozenset()
-        self.has_large_buffers = sum(map(_n_bytes, buffers)) > _SMALL
-        if not self.has_large_buffers:
+        self.has_lazy = any(map(is_lazy, _tensors_of(self.owners)))
+        self.has_large_buffers = not self.has_lazy and sum(map(_n_bytes, buffers)) > _SMALL
+        if self.has_lazy:
+            self._size = -1  # look again at the next call
+        elif not self.has_large_buffers:
             self.small_buffers = frozenset([(id(m._buffers), name) for m in owned for name in m._buffers])
         return modules
 
@@ -140,7 +147,8 @@ class Snapshot:
 
     __slots__ = (
         "addresses", "attributes", "child_names", "children", "clones", "copies", "getters", "has_unusual_attributes",
-        "hooks", "keys", "marks", "modules", "n_entries", "originals", "own_code", "owners", "signatures", "tensors",
+        "hooks", "is_lazy", "keys", "marks", "modules", "n_entries", "originals", "own_code", "owners", "signatures",
+        "tensors",
     )  # fmt: skip
 
     def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection) -> None:
@@ -164,6 +172,7 @@ class Snapshot:
             if is_changing or small or any(map(leads_to_graph, values)):
                 self._keep_attributes(clone=bool(small) or protection.mutates_attributes)
         self.tensors = _tensors_of(tree.owners)
+        self.is_lazy = tree.has_lazy
         self.n_entries = sum(map(len, tree.owners))
         self.marks: list[tuple[int, bool]] = [*map(_marks, self.tensors)]  # version, requires_grad
         self.addresses = _addresses(self.tensors)
@@ -212,7 +221,7 @@ class Snapshot:
 
     def has_new_tensors(self) -> bool:
         """Whether parameters or buffers were added, removed or replaced (lazy layers)."""
-        return self.n_entries != sum(map(len, self.owners))
+        return self.is_lazy or self.n_entries != sum(map(len, self.owners))
 
     def has_other_children(self) -> bool:
         """Whether modules were added, removed or swapped since entry."""

@@ -29,6 +29,17 @@ BEGINNINGS = (
 if ENGINE != "ckptdeco":
     POLICIES, BEGINNINGS = POLICIES[:1], BEGINNINGS[:1]  # a stand-in does not read the options
 
+SCHEDULES = (
+    spec(segment=1),
+    spec(segment=3),
+    spec(every=2),
+    spec(segment=4, levels=2),
+    spec(levels="log"),
+)
+if ENGINE != "ckptdeco":
+    SCHEDULES = SCHEDULES[:1]
+N_FEW = 4
+
 Exact = Callable[..., None]
 """exact(build, program=forward_backward, more=None): asserts that seven steps are those of the plain run."""
 
@@ -63,5 +74,24 @@ def exact_from(request: pytest.FixtureRequest) -> Exact:
             return batch(), next(calls) >= first_call
 
         assert_same(build, program, make_inputs, lambda: made, steps=N_STEPS)
+
+    return check
+
+
+@pytest.fixture(params=SCHEDULES, ids=str)
+def scheduled(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """Returns the same policy each time, of those that differ in what is kept and in how often calls are run again."""
+    made = request.param.make()
+    return lambda: made
+
+
+@pytest.fixture
+def same(scheduled: Callable[[], Any]) -> Exact:
+    """same(build, program, make_inputs): asserts that a few steps are those of the plain run; inputs are a batch."""
+
+    def check(
+        build: Any, program: Program = forward_backward, make_inputs: Any = lambda: (batch(),), **more: Any
+    ) -> None:
+        assert_same(build, program, make_inputs, scheduled, **{"steps": N_FEW, **more})
 
     return check

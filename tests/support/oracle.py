@@ -119,6 +119,7 @@ def assert_same(
     steps: int = 3,
     seed: int = 0,
     between: Callable[[nn.Module], None] = update,
+    is_copied: bool = True,
 ) -> tuple[nn.Module, nn.Module]:
     """Runs the program plain and under a policy for several steps on deep copies and compares all that may be seen.
 
@@ -132,6 +133,7 @@ def assert_same(
         steps: how many steps.
         seed: of everything.
         between: called with both models after each comparison.
+        is_copied: the second model is a deep copy of the first; False: built again, for what cannot be copied.
 
     Returns:
         The two models.
@@ -141,7 +143,8 @@ def assert_same(
     """
     seed_everything(seed)
     plain = build()
-    checkpointed = copy.deepcopy(plain)
+    seed_everything(seed)
+    checkpointed = copy.deepcopy(plain) if is_copied else build()
     for step in range(steps):
         seed_everything(seed + 1000 + step)
         inputs = make_inputs()
