@@ -162,7 +162,7 @@ _WORDS = 624  # of a Mersenne Twister
 
 
 def mark_of_generator(generator: torch.Generator) -> Callable[[], Any] | None:
-    """What gives something that any draw from a CPU generator changes, from its memory; None if it is laid out otherwise.
+    """What gives something that any draw from a CPU generator changes; None if its memory is laid out otherwise.
 
     These are its position, its first words, and the normal numbers in store. To read the state takes 0.7 µs, and copies
     5 kB through the processor's cache at every look; this takes 0.1 µs.
