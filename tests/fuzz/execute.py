@@ -9,11 +9,10 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import ckptdeco
 from tests.fuzz.catalogue import Around, Backward, Between, Loop, mode
-from tests.fuzz.model import Batch, Model, Pass, memory
+from tests.fuzz.model import Batch, Model, Pass, loss_of, memory
 from tests.fuzz.parts_operations import Interrupted
 from tests.fuzz.program import Program
 from tests.support.oracle import Observation, observe, seed_everything, update
@@ -161,9 +160,3 @@ class Run:
                 self.adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
             self.adam.step()
             self.adam.zero_grad()
-
-
-def loss_of(out: Tensor) -> Tensor:
-    """A scalar for one output."""
-    value = out.double()
-    return (value * value.sigmoid()).sum()

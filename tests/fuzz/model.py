@@ -39,7 +39,9 @@ class Pass:
         self.group = group
         self.x, self.mask, self.gate = batch.x, batch.mask, batch.gate
         self.chains = [model.stems[0](batch.x), model.stems[1](batch.y)]
-        self.older = list(self.chains)
+        # Only kept for the moves that need it: what is alive is a boundary, and no walk would be longer than one call.
+        self.looks_back = any(move.name in ("skip", "jump") for move in model.program.code)
+        self.older = list(self.chains) if self.looks_back else []
         self.held: list[Tensor] = []
         self.extras: list[Tensor] = []
         self.retained: list[Tensor] = []
@@ -61,10 +63,10 @@ class Pass:
         return (mine or layers)[index % len(mine or layers)]
 
     def call(self, index: int, h: Tensor) -> Tensor:
-        """A layer call; all that it gives takes part in the loss."""
+        """A layer call; all that it gives takes part in the loss, and is not kept alive by the loop."""
         layer = self.layer(index)
         out = layer(TAKES[layer.takes](h), **self._arguments(layer))
-        self.extras += others_of(out)
+        self.extras += map(loss_of, others_of(out))
         return hidden_of(out)
 
     def bound(self, index: int) -> Callable[[Tensor], Tensor]:
@@ -95,12 +97,21 @@ class Pass:
             self.chain = move.chain
             h = Move.catalogue[move.name].run(self.chains[move.chain], self, move.layer, move.k)
             self.chains[move.chain] = h
-            self.older.append(h)
+            if self.looks_back:
+                self.older.append(h)
+            del h
+        self.older.clear()
 
     def outputs(self) -> list[Tensor]:
         """All that the loss is made of."""
         aux = [part.aux_loss for layer in self.model.layers for part in layer.parts if hasattr(part, "aux_loss")]
         return [*self.chains, *self.held, *self.extras, *(value for value in aux if value is not None)]
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """A scalar for one output."""
+    value = out.double()
+    return (value * value.sigmoid()).sum()
 
 
 class Model(nn.Module):

@@ -22,7 +22,7 @@ from tests.support.subject import ENGINE
 
 pytestmark = pytest.mark.skipif(ENGINE != "ckptdeco", reason="the stand-ins have no policies to compose")
 
-N_PROGRAMS = 200
+N_PROGRAMS = 150
 
 
 def drawn(n_programs: int) -> list[Program]:
