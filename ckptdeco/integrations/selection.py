@@ -67,25 +67,28 @@ def _outermost(
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that transformers marks as layers; else those of which a container or module holds several alike."""
-    marked = dict(_outermost(model, lambda _, module: _is_marked(module)))
-    if marked:
-        return marked
-    repeated: set[int] = set()
+    """The modules that transformers marks as layers; else those of which a module holds several alike.
+
+    Else what is alone in a list of modules: it is there to be called several times (ALBERT).
+    """
+    alike: set[int] = set()
+    listed: set[int] = set()
     for module in model.modules():
         children = [child for child in module.children() if _is_block(child)]
-        alike = Counter(type(child) for child in children)
-        repeated.update(id(child) for child in children if alike[type(child)] > 1)
-    found = dict(_outermost(model, lambda _, module: id(module) in repeated))
-    if not found:
-        raise PolicyError(
-            "layers", "auto", f"found no repeated blocks in {type(model).__name__}", _what_there_is(model)
-        )
-    return found
-
-
-def _is_marked(module: nn.Module) -> bool:
-    return any(base.__name__ == _MARKER for base in type(module).__mro__)
+        n_alike = Counter(type(child) for child in children)
+        alike.update(id(child) for child in children if n_alike[type(child)] > 1)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            listed.update(map(id, children))
+    rules: list[Callable[[str, nn.Module], bool]] = [
+        lambda _, module: any(base.__name__ == _MARKER for base in type(module).__mro__),
+        lambda _, module: id(module) in alike,
+        lambda _, module: id(module) in listed,
+    ]
+    for rule in rules:
+        found = dict(_outermost(model, rule))
+        if found:
+            return found
+    raise PolicyError("layers", "auto", f"found no repeated blocks in {type(model).__name__}", _what_there_is(model))
 
 
 def _is_block(module: nn.Module) -> bool:

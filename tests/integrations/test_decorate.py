@@ -129,6 +129,7 @@ def _swin() -> nn.Module:
         (_resnet, ["1.0", "1.1", "2.0", "2.1", "2.2"]),
         (_swin, ["down", "up"]),
         (lambda: nn.Sequential(Mlp(), nn.ReLU(), Mlp()), ["0", "2"]),
+        (lambda: nn.Sequential(Mlp(), nn.ModuleList([Other()])), ["1.0"]),
         (
             lambda: nn.ModuleDict({"encoder": model(), "head": nn.Linear(DIM, 2)}),
             [f"encoder.layers.{i}" for i in range(4)],
