@@ -34,6 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "__init__": _BELOW_DECORATOR | {"decorator", "dropin", "planning", "integrations"},
 }
 REQUIRED = {"torch", "wrapt"}  # what an install without extras has
+SUBJECTS = {"lightning", "transformers"}  # packages with a module in integrations/
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "core", "manager", "misc"}
 MAX_LINES = 400
 
@@ -87,17 +88,25 @@ def layer_complaints(source: str, relative: str) -> list[str]:
 
 
 def outside_complaints(source: str, relative: str) -> list[str]:
-    """Third-party imports: torch and wrapt except where they are banned, everything else only inside functions."""
+    """Third-party imports: torch and wrapt except where they are banned, everything else only inside functions.
+
+    A module of `integrations/` that is named after a package is about it, and may import it; no other module imports it.
+    """
     complaints = []
+    subject = relative.removeprefix("integrations/").removesuffix(".py") if relative.startswith("integrations/") else ""
     for line, name, _ in imported(ast.parse(source), relative):
         top = name.split(".")[0]
         if top == "torch" and part_of(relative) == "schedule":
             complaints.append(f"{relative}:{line}: schedule/ is free of torch")
+        if name in {f"ckptdeco.integrations.{package}" for package in SUBJECTS}:
+            complaints.append(f"{relative}:{line}: {name} imports a package that need not be installed")
         if top == "wrapt" and relative != "decorator.py":
             complaints.append(f"{relative}:{line}: only decorator.py uses wrapt")
     for node in module_level(ast.parse(source)):
         for line, name, _ in imported(node, relative):
             top = name.split(".")[0]
+            if subject in SUBJECTS and top.removeprefix("pytorch_") == subject:
+                continue
             if top not in REQUIRED | {"ckptdeco"} and top not in sys.stdlib_module_names:
                 complaints.append(f"{relative}:{line}: {top} is an extra; import it inside the function that needs it")
     return complaints
@@ -196,6 +205,9 @@ BAD = [
     (outside_complaints, "demo/table.py", "from rich.table import Table"),
     (outside_complaints, "demo/table.py", "try:\n    import rich\nexcept ImportError:\n    pass"),
     (outside_complaints, "demo/table.py", "class A:\n    import matplotlib.pyplot as plt"),
+    (outside_complaints, "integrations/transformers.py", "import lightning"),
+    (outside_complaints, "integrations/modules.py", "import transformers"),
+    (outside_complaints, "integrations/modules.py", "from ckptdeco.integrations.transformers import x"),
     (private_torch_complaints, "engine/hooks.py", "import torch\ntorch._C._foo()"),
     (private_torch_complaints, "engine/hooks.py", "from torch._C import _autograd"),
     (private_torch_complaints, "engine/hooks.py", "import torch.utils._pytree as pytree"),
@@ -221,6 +233,8 @@ GOOD = [
     (outside_complaints, "engine/call.py", "import torch\nfrom collections import abc"),
     (outside_complaints, "demo/table.py", "def f():\n    import rich"),
     (outside_complaints, "demo/table.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rich"),
+    (outside_complaints, "integrations/transformers.py", "from transformers import TrainerCallback"),
+    (outside_complaints, "integrations/lightning.py", "from pytorch_lightning.callbacks import Callback"),
     (private_torch_complaints, "engine/torch_private.py", "import torch\ntorch._C"),
     (private_torch_complaints, "engine/hooks.py", "import torch\ntorch.Tensor.__torch_function__\nself._C"),
     (shape_complaints, "engine/call.py", "x = 1\n" * MAX_LINES),

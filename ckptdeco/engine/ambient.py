@@ -17,7 +17,7 @@ import torch
 from ckptdeco.engine.rng import Devices
 from ckptdeco.engine.torch_private import dispatch_mode_again, dispatch_modes, function_mode_again, function_modes
 
-__all__ = ["Ambient", "capture", "enter", "kind", "lacks_dispatch_modes"]
+__all__ = ["Ambient", "capture", "enter", "kind", "missing_dispatch_modes"]
 
 Switch = tuple[Callable[[], bool], Callable[[bool], Any]]
 _cuda: Any = torch.backends.cuda
@@ -64,16 +64,14 @@ def capture(devices: Devices) -> Ambient:
 
 
 def kind(state: Ambient) -> Any:
-    """What of the surroundings tells kinds of calls apart: of modes their types, since each step may have new ones."""
-    autocast, dtype, modes, is_deterministic, attention, dispatch = state
-    if not (modes or dispatch):
-        return state
-    return autocast, dtype, tuple(map(type, modes)), is_deterministic, attention, tuple(map(type, dispatch))
+    """What of the surroundings tells kinds of calls apart: of function modes their types, since steps have new ones."""
+    autocast, dtype, modes, is_deterministic, attention, _ = state
+    return autocast, dtype, tuple(map(type, modes)) if modes else (), is_deterministic, attention
 
 
-def lacks_dispatch_modes(state: Ambient) -> bool:
-    """Whether a dispatch mode of `state` is not active now."""
-    return bool(_missing(state[-1], dispatch_modes()))
+def missing_dispatch_modes(state: Ambient) -> tuple[type, ...]:
+    """The types of the dispatch modes of `state` that are not active now."""
+    return tuple([type(mode) for mode in _missing(state[-1], dispatch_modes())])
 
 
 def _missing(wanted: tuple[object, ...], present: tuple[object, ...]) -> list[object]:

@@ -57,7 +57,8 @@ class Protection:
         self.changed_later: frozenset[int] = frozenset()  # inputs that the program changes after the call (R33)
         self.witnesses: dict[int, Witness] = {}  # of inputs of the last call that was watched for that
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
-        self.modes_take_part: bool | None = None  # dispatch modes around forward change what it computes, if known
+        # whether dispatch modes around forward, by their types, change what it computes, as far as is known
+        self.modes_take_part: dict[tuple[type, ...], bool] = {}
         self.hooks_take_part = False  # forward hooks inside change what it computes
         self.streams: tuple[Stream, ...] = ()  # of random numbers, found on the layer, its class and its functions
         self.replaces_attributes = False  # it stores other values on its module

@@ -90,10 +90,13 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     if call.protection.witnesses:
         learn_changes(call.protection)
         call.protection.witnesses = {}
-    if call.ambient[-1] and call.is_checked and call.protection.modes_take_part is None and waiting is not None:
-        _try_without_modes(call, inputs)
+    modes = ambient.missing_dispatch_modes(call.ambient) if call.ambient[-1] else ()
+    takes_part = call.protection.modes_take_part
+    if modes and call.is_checked and waiting is not None and modes not in takes_part:
+        takes_part[modes] = _do_modes_take_part(call, inputs)
     may_stop = is_target and call.options.early_stop and call.protection.is_stop_safe and call.structure is None
     run = _Rerun(call, waiting, may_stop)
+    run.has_modes = takes_part.get(modes, True)
     outputs = _run(call, inputs, run)
     suspects = run.verify()
     if run.drew:
@@ -161,21 +164,20 @@ def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
     return snapshot.put_back(is_untouched, hide_grads=call.has_inner_backward)
 
 
-def _try_without_modes(call: Call, inputs: list[Tensor]) -> None:
-    """Find out whether dispatch modes that were active in forward, and are not now, matter for this layer.
+def _do_modes_take_part(call: Call, inputs: list[Tensor]) -> bool:
+    """Whether dispatch modes that were active in forward, and are not now, matter for this layer.
 
     Those that only watch (they count or log operators) must not see the recompute; others it must run under.
     """
-    if not ambient.lacks_dispatch_modes(call.ambient):
-        return
     trial = _Rerun(call, Waiting(), may_stop=False)
     trial.has_modes = False
     try:
         _run(call, inputs, trial)
-        call.protection.modes_take_part = bool(trial.verify())
+        return bool(trial.verify())
     except CheckpointError:
-        call.protection.modes_take_part = True
-    call.is_checked = True
+        return True
+    finally:
+        call.is_checked = True
 
 
 def _explain_difference(call: Call, inputs: list[Tensor], waiting: Waiting, suspects: list[int]) -> None:
@@ -278,7 +280,7 @@ class _Rerun:
         self.error: BaseException | None = None
         self.has_inner_backward = call.has_inner_backward
         self.fills_memory = False
-        self.has_modes = call.protection.modes_take_part is not False  # those of forward, if they are not active now
+        self.has_modes = True  # the dispatch modes of forward, if they are not active now
         self.drew = False  # from a stream that forward did not draw from
         self.stopped = False
         self.trace: Trace | None = None
