@@ -139,6 +139,10 @@ class Listener:
         seen: list[Any] = [0 if t.is_inference() else t._version for t in tensors]
         state = torch.default_generator.get_state()
         seen.append(string_at(state.data_ptr(), state.numel()))
+        own = (
+            getattr(args[0], "__dict__", {}) if args else {}
+        )  # a hook is given its module first: weight norm writes there
+        seen += [value for name, value in own.items() if name not in HOOK_ATTRIBUTES]
         if self.is_close:
             seen += map(fingerprint, tensors)
             for snapshot in self.snapshots:

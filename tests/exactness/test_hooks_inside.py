@@ -231,3 +231,22 @@ def test_hooks_are_left_as_they_were_registered(under: Any) -> None:
             with under(), pytest.raises(TypeError):
                 model(None)
         assert [next(iter(layer.up._forward_hooks.values())) for layer in model.layers] == hooks
+
+
+def test_hook_that_first_fires_in_a_call_that_is_not_checked_and_writes_on_its_module_takes_part(
+    exact_from: Any,
+) -> None:
+    """As hook-style weight norm does, in a part of the layer that begins late."""
+
+    class Late(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.map = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+            self.map.register_forward_pre_hook(lambda module, args: setattr(module, "gain", module.bias.exp()))
+
+        @checkpointable
+        def forward(self, x: torch.Tensor, begun: bool) -> torch.Tensor:
+            h = torch.tanh(self.linear(x))
+            return (self.map(h) * self.map.gain).sin() if begun else h
+
+    exact_from(lambda: Stack([Late() for _ in range(4)]))
