@@ -138,7 +138,10 @@ def _undecorate_layer(name: str, layer: nn.Module) -> None:
 
 def _check_not_checkpointed(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Refuse a layer that something else checkpoints: it would be recomputed twice."""
-    if getattr(layer, "gradient_checkpointing", False) is True or getattr(model, "is_gradient_checkpointing", False):
+    is_on = getattr(model, "is_activation_checkpointing", None)  # older releases: is_gradient_checkpointing
+    if is_on is None:
+        is_on = getattr(model, "is_gradient_checkpointing", False)
+    if is_on is True or getattr(layer, "gradient_checkpointing", False) is True:
         raise PolicyError(
             "model",
             name,
