@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -45,6 +46,48 @@ def minimums(session: nox.Session) -> None:
     constraints.write_text("\n".join([*kept, *(f"{requirement}.*" for requirement in lowest)]) + "\n")
     session.install("-c", str(constraints), "-e", ".[test]")
     session.run("python", "-m", "pytest", *(session.posargs or ["-n", "auto"]), env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def torch_tests(session: nox.Session) -> None:
+    """PyTorch's own checkpoint tests with `ckptdeco.checkpoint` swapped in.
+
+    They are those of the installed version, from the checkout that CKPTDECO_TORCH_CHECKOUT names, else from a shallow
+    and sparse clone of the tag.
+    """
+    install(session, "-e", ".[test]", "expecttest")
+    checkout = Path(os.environ.get("CKPTDECO_TORCH_CHECKOUT") or clone_torch(session)).resolve()
+    listed = session.run(
+        "python",
+        "-c",
+        "from tests.dropin.swapped_in import FILES; print(*FILES)",
+        silent=True,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    found = [str(checkout / file) for file in str(listed).split() if (checkout / file).exists()]
+    if not found:
+        session.error(f"{checkout} has none of {listed}")
+    path = os.pathsep.join([str(ROOT), str(checkout / "test")])
+    # fmt: off
+    session.run(
+        "python", "-m", "pytest", "-c", os.devnull, "--rootdir", str(checkout), "-p", "tests.dropin.swapped_in",
+        "-p", "no:cacheprovider", "-q", *session.posargs, *found,
+        env={"OMP_NUM_THREADS": "1", "PYTORCH_TEST_WITH_SLOW": "1", "PYTHONPATH": path},
+    )
+    # fmt: on
+
+
+def clone_torch(session: nox.Session) -> str:
+    """PyTorch's tests of the installed version; nothing else of it."""
+    printed = session.run("python", "-c", "import torch; print(torch.__version__.split('+')[0])", silent=True)
+    tag = f"v{str(printed).strip()}"
+    target = Path(session.create_tmp()) / f"pytorch-{tag}"
+    if not target.exists():
+        options = ("--depth=1", "--filter=blob:none", "--sparse", f"--branch={tag}")
+        session.run("git", "clone", *options, "https://github.com/pytorch/pytorch", str(target), external=True)
+    folders = ("test/autograd", "test/distributed/fsdp")
+    session.run("git", "-C", str(target), "sparse-checkout", "set", *folders, external=True)
+    return str(target)
 
 
 @nox.session

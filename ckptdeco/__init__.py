@@ -8,7 +8,20 @@ policy(segment=3)
 from ckptdeco.decorator import checkpointable
 from ckptdeco.dropin import checkpoint
 from ckptdeco.engine.running import is_recomputing
-from ckptdeco.errors import CheckpointError
+from ckptdeco.errors import (
+    CheckpointError,
+    GroupOverlapError,
+    InputModifiedError,
+    ModifiedTensorError,
+    ParameterModifiedError,
+    PolicyError,
+    RandomnessError,
+    RecomputeError,
+    SavedTensorMismatch,
+    StaleGraphError,
+    UncheckpointableError,
+    ValueMismatch,
+)
 from ckptdeco.integrations.modules import DecoratedLayers, decorate, undecorate
 from ckptdeco.planning.explain import Explanation, explain
 from ckptdeco.policy import Policy, Site, policy
@@ -21,8 +34,19 @@ __all__ = [
     "CheckpointError",
     "DecoratedLayers",
     "Explanation",
+    "GroupOverlapError",
+    "InputModifiedError",
+    "ModifiedTensorError",
+    "ParameterModifiedError",
     "Policy",
+    "PolicyError",
+    "RandomnessError",
+    "RecomputeError",
+    "SavedTensorMismatch",
     "Site",
+    "StaleGraphError",
+    "UncheckpointableError",
+    "ValueMismatch",
     "checkpoint",
     "checkpointable",
     "decorate",

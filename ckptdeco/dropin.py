@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,17 +12,15 @@ from torch.utils.checkpoint import noop_context_fn
 from ckptdeco import context
 from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
+from ckptdeco.engine.contexts import ContextFn, InContexts
 from ckptdeco.engine.dataflow import Upstream
 from ckptdeco.engine.layer import layer_info
 from ckptdeco.engine.record import PassLog, Record
-from ckptdeco.engine.running import running
-from ckptdeco.engine.torch_private import is_plain_autograd
+from ckptdeco.engine.torch_private import checkpoint_switches, is_plain_autograd
 from ckptdeco.errors import PolicyError
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["checkpoint"]
-
-_ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 def checkpoint(
@@ -32,7 +29,7 @@ def checkpoint(
     use_reentrant: bool = False,
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
-    context_fn: _ContextFn = noop_context_fn,
+    context_fn: ContextFn = noop_context_fn,
     debug: bool = False,
     early_stop: bool = True,
     **kwargs: Any,
@@ -49,9 +46,12 @@ def checkpoint(
         preserve_rng_state: whether the recompute sees the random numbers that forward saw.
         determinism_check: `"default"` compares metadata of saved tensors, `"values"` values too, `"none"` skips the
             comparison by value of first recomputes.
-        context_fn: returns two context managers, entered around the forward and around the recompute.
-        debug: whether errors show the first operation that differs.
-        early_stop: whether a recompute stops as soon as the last tensor that is needed exists.
+        context_fn: returns two context managers, entered around the forward and around the recompute, such as those
+            of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+        debug: whether errors show the first operation that differs; overridden by torch's
+            `set_checkpoint_debug_enabled` around the call.
+        early_stop: whether a recompute stops as soon as the last tensor that is needed exists; overridden by torch's
+            `set_checkpoint_early_stop` around the call.
         **kwargs: keyword arguments of `function`. One that is named like an option here is reached by
             `functools.partial`, or by the decorator, which has no options at the call.
 
@@ -75,11 +75,14 @@ def checkpoint(
 
     References:
         `torch.utils.checkpoint.checkpoint`. Differs: keyword and nested tensors are kept like positional ones, and
-        buffers, module state and values are protected or compared.
+        buffers, module state and values are protected or compared; the page of limits lists the rest.
     """
     if use_reentrant:
         if debug or context_fn is not noop_context_fn:
-            raise ValueError("context_fn and debug need use_reentrant=False\n  Fix: leave use_reentrant out.")
+            raise PolicyError(
+                "use_reentrant", True, "`context_fn` or `debug` is only supported when use_reentrant=False",
+                "leave use_reentrant out",
+            )  # fmt: skip
         return _torch_checkpoint(function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state, **kwargs)
     if not callable(function):
         raise PolicyError("function", function, "only something callable can be checkpointed", "pass the layer itself")
@@ -87,6 +90,20 @@ def checkpoint(
         raise PolicyError(
             "determinism_check", determinism_check, "is not a known check", "use 'default', 'values' or 'none'"
         )
+    if torch.compiler.is_dynamo_compiling():  # torch.compile knows its own, and recomputes as it plans
+        if context_fn is not noop_context_fn:
+            kwargs["context_fn"] = context_fn
+        check = "default" if determinism_check == "values" else determinism_check
+        return _torch_checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, determinism_check=check,
+            debug=debug, early_stop=early_stop, **kwargs,
+        )  # fmt: skip
+    is_switched = checkpoint_switches()[1]
+    if context_fn is not noop_context_fn and (debug if is_switched is None else is_switched):
+        raise PolicyError(
+            "debug", True, "is incompatible with non-default context_fn, which may hide operators",
+            "leave one of them out",
+        )  # fmt: skip
     if not torch.is_grad_enabled() or not is_plain_autograd():
         return function(*args, **kwargs)
     body = rerunnable(function)
@@ -94,7 +111,7 @@ def checkpoint(
     if entry is not None:  # decorated layers inside: as in a decorated layer (R6), whether or not the policy is left
         body = context.Within(body, context.Entry(entry.policy) if entry.policy.nested else None)
     if context_fn is not noop_context_fn:
-        body = _InContext(body, *context_fn())
+        body = InContexts(body, context_fn)
     bound = getattr(function, "__self__", None)
     is_layer = isinstance(bound, torch.nn.Module)
     layer = bound if is_layer else function if isinstance(function, torch.nn.Module) else None
@@ -117,21 +134,3 @@ def checkpoint(
 
 def _alone(first: int, target: int) -> tuple[Action, ...]:
     return (Action.SAVE,)
-
-
-class _InContext:
-    """Runs a function in one context manager in forward, in another in a recompute."""
-
-    __slots__ = ("forward", "function", "recompute")
-
-    def __init__(
-        self, function: Callable[..., Any], forward: AbstractContextManager[Any], recompute: AbstractContextManager[Any]
-    ) -> None:
-        self.function = function
-        self.forward = forward
-        self.recompute = recompute
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = running.frame
-        with self.recompute if frame is not None and frame.again else self.forward:
-            return self.function(*args, **kwargs)

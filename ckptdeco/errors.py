@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 __all__ = [
     "CheckpointError",
+    "GroupOverlapError",
     "InputModifiedError",
     "ModifiedTensorError",
     "ParameterModifiedError",
@@ -134,7 +135,20 @@ class SavedTensorMismatch(RecomputeError):
             "  Likely cause: the layer reads something that changed since forward (a flag, a global, a counter)."
         )
         lines.append(f"  Fix: {self.fix}")
+        lines.append(f"  In the words of torch.utils.checkpoint: {self._in_words_of_torch()}")
         return "\n".join(lines)
+
+    def _in_words_of_torch(self) -> str:
+        """So that users (and tests) who know torch's errors find them."""
+        if isinstance(self.forward, int) and isinstance(self.recompute, int) and self.recompute > self.forward:
+            words = "trying to save more tensors during recomputation than during the original forward pass."
+        elif not isinstance(self.recompute, TensorMeta):
+            words = "A different number of tensors was saved during the original forward and recomputation."
+        else:
+            words = "Recomputed values for the following tensors have different metadata than during the forward pass."
+        if self.trace:
+            words += " You are seeing this error because you passed `debug=True` to checkpoint."
+        return words
 
 
 class ValueMismatch(RecomputeError):
@@ -219,6 +233,27 @@ class ParameterModifiedError(_Modified):
 
 class ModifiedTensorError(_Modified):
     """A tensor saved for backward was changed in place after it was saved (as autograd itself reports it)."""
+
+
+class GroupOverlapError(CheckpointError):
+    """Two backward passes under one `torch.utils.checkpoint.GraphExecGroup` asked for the same saved tensor.
+
+    Args:
+        layer: label of the layer.
+        index: position of the tensor among those the layer saved.
+    """
+
+    def __init__(self, layer: str, index: int) -> None:
+        super().__init__(layer, index)
+        self.layer = layer
+        self.index = index
+
+    def __str__(self) -> str:
+        return (
+            "Performing two backward calls that overlap is not allowed under torch.utils.checkpoint.GraphExecGroup: "
+            f"saved tensor {self.index} of {self.layer} has served another one\n"
+            "  Fix: let each backward of the group go through another part of the graph, or leave the group."
+        )
 
 
 class StaleGraphError(CheckpointError):

@@ -1,9 +1,9 @@
 """What surrounds a layer call and changes what it computes.
 
 Autocast per kind of device, the default dtype, torch-function modes (the default device is one), dispatch modes,
-deterministic mode and the backends of scaled-dot-product attention: captured at forward and entered again around a
-recompute where they differ from what is there. Context variables are captured, too, as one `contextvars.Context`; a
-recompute runs in a fresh copy of it.
+deterministic mode, the backends of scaled-dot-product attention, and torch's switches for checkpoints inside: captured
+at forward and entered again around a recompute where they differ from what is there. Context variables are captured,
+too, as one `contextvars.Context`; a recompute runs in a fresh copy of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckptdeco.engine.rng import Devices
-from ckptdeco.engine.torch_private import dispatch_mode_again, dispatch_modes, function_mode_again, function_modes
+from ckptdeco.engine.torch_private import (
+    checkpoint_switches,
+    dispatch_mode_again,
+    dispatch_modes,
+    function_mode_again,
+    function_modes,
+)
 
 __all__ = ["Ambient", "capture", "enter", "kind", "missing_dispatch_modes"]
 
@@ -30,13 +37,14 @@ _ATTENTION: tuple[Switch, ...] = (
 
 
 # Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, deterministic
-# mode, backends of attention, dispatch modes.
+# mode, backends of attention, what torch's switches say of early stop and debugging (None: nothing), dispatch modes.
 Ambient = tuple[
     tuple[tuple[str, torch.dtype, bool], ...],
     torch.dtype,
     tuple[object, ...],
     bool,
     tuple[bool, ...],
+    tuple[bool | None, bool | None],
     tuple[object, ...],
 ]
 
@@ -59,14 +67,15 @@ def capture(devices: Devices) -> Ambient:
         function_modes(),
         torch.are_deterministic_algorithms_enabled(),
         attention,
+        checkpoint_switches(),
         dispatch_modes(),
     )
 
 
 def kind(state: Ambient) -> Any:
     """What of the surroundings tells kinds of calls apart: of function modes their types, since steps have new ones."""
-    autocast, dtype, modes, is_deterministic, attention, _ = state
-    return autocast, dtype, tuple(map(type, modes)) if modes else (), is_deterministic, attention
+    autocast, dtype, modes, is_deterministic, attention, switches, _ = state
+    return autocast, dtype, tuple(map(type, modes)) if modes else (), is_deterministic, attention, switches
 
 
 def missing_dispatch_modes(state: Ambient) -> tuple[type, ...]:
@@ -83,7 +92,7 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_m
 
     Modes around backward stay; those of forward that are missing go on top of them, dispatch modes only if asked for.
     """
-    autocast, dtype, modes, is_deterministic, attention, dispatch = state
+    autocast, dtype, modes, is_deterministic, attention, switches, dispatch = state
     on = {kind for kind, _, _ in autocast}
     for kind in {"cpu", *[device.type for device in devices]} - on:
         if torch.is_autocast_enabled(kind):
@@ -95,6 +104,11 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_m
     _turn(stack, _DETERMINISM, is_deterministic)
     for switch, wanted in zip(_ATTENTION, attention, strict=False):
         _turn(stack, switch, wanted)
+    early_stop, debug = checkpoint_switches()
+    if early_stop is not switches[0]:
+        stack.enter_context(set_checkpoint_early_stop(switches[0]))  # type: ignore[arg-type]
+    if debug is not switches[1]:
+        stack.enter_context(set_checkpoint_debug_enabled(switches[1]))
     for mode in _missing(modes, function_modes()):
         stack.enter_context(function_mode_again(mode))
     if with_dispatch_modes:

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ckptdeco.engine import ambient, recompute, rng
 from ckptdeco.engine.attributes import keep_value, signature
 from ckptdeco.engine.changes import copy_unsaved, learn_changes
+from ckptdeco.engine.collect import Waiting
 from ckptdeco.engine.dataflow import Chain, Upstream, nodes_between, stamp_outputs
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.hooks import Hooks, listen
@@ -31,7 +32,7 @@ from ckptdeco.engine.kept import Kept
 from ckptdeco.engine.layer import LayerInfo, Protection, layer_info
 from ckptdeco.engine.probe import Probe, learn, versions_of
 from ckptdeco.engine.record import Record
-from ckptdeco.engine.rerun import Waiting, traced
+from ckptdeco.engine.rerun import traced
 from ckptdeco.engine.roots import modules_behind, referred
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, unpack
@@ -45,6 +46,8 @@ from ckptdeco.schedule.actions import Action
 
 __all__ = ["Call", "Inputs", "Options", "Reference", "run"]
 
+_NO_SWITCHES = (None, None)
+
 
 class Options(NamedTuple):
     """How calls are recomputed; torch's names."""
@@ -53,6 +56,13 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     early_stop: bool = True
     debug: bool = False
+
+    def overridden(self, early_stop: bool | None, debug: bool | None) -> Options:
+        """With what torch's context managers say; None: nothing."""
+        return self._replace(
+            early_stop=self.early_stop if early_stop is None else early_stop,
+            debug=self.debug if debug is None else debug,
+        )
 
 
 class Inputs:
@@ -76,8 +86,9 @@ class Call:
 
     __slots__ = (
         "__weakref__", "ambient", "at_backward", "body", "context", "decisions", "devices", "flags",
-        "has_inner_backward", "has_references", "hooks", "info", "is_checked", "kept_outputs", "mutated", "options",
-        "outputs", "position", "protection", "rebuilt", "record", "size", "slots", "snapshots", "sources", "structure",
+        "has_inner_backward", "has_references", "hooks", "info", "is_alone", "is_checked", "kept_outputs", "mutated",
+        "options", "outputs", "position", "protection", "rebuilt", "record", "size", "slots", "snapshots", "sources",
+        "structure",
         "template", "trace", "unpacked", "waiting", "watch",
     )  # fmt: skip
 
@@ -90,6 +101,7 @@ class Call:
     ambient: ambient.Ambient
     size: int  # most calls that a walk to this one runs (R24)
     has_references: bool
+    is_alone: bool  # in no chain: its recomputed values go with the backward pass, as torch's do
 
     def __init__(self, body: Callable[..., Any], inputs: Inputs, info: LayerInfo, protection: Protection) -> None:
         self.body = body
@@ -168,6 +180,8 @@ def run(
     tensors = inputs.tensors
     devices = rng.devices_of(tensors)
     surroundings = ambient.capture(devices)
+    if surroundings[5] != _NO_SWITCHES:
+        options = options.overridden(*surroundings[5])
     layer = info.layer()
     trees = _trees(info, layer, body, inputs)
     kind: tuple[Any, ...] = getattr(layer, "training", None), ambient.kind(surroundings), len(tensors)
@@ -183,6 +197,7 @@ def run(
     call = Call(body, inputs, info, protection)
     call.options, call.at_backward, call.position, call.record = options, at_backward, position, record
     call.devices, call.ambient = devices, surroundings
+    call.is_alone = chain is None
     find_sources(call, tensors, upstream, action, limit, check, frame)
 
     call.snapshots = [Snapshot(tree, root, protection) for tree, root in trees]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckptdeco.engine.torch_private import unseen_by_modes
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "is_noise"]
 
 _ROW = 1 << 13  # words
 _BLOCK = 8  # rows weighed at once: bounds the memory that this takes
@@ -37,6 +37,8 @@ def fingerprint(tensor: Tensor) -> int | None:
     if tensor.device.type == "meta" or tensor.is_quantized:
         return None
     with torch.no_grad(), unseen_by_modes():
+        if tensor.numel() and not tensor.untyped_storage().nbytes():  # freed by who manages it, such as FSDP
+            return None
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if flat.numel() == 0:
             return 0
@@ -75,3 +77,19 @@ def _weigh(rows: Tensor, weights: Tensor) -> Tensor:
     if rows.is_cpu:
         return rows.mv(weights) + upper.mv(other)
     return (rows * weights).sum(1) + (upper * other).sum(1)  # integer matrix products exist on the CPU only
+
+
+def is_noise(forward: int | None, value: Tensor, filled: Tensor, filled_again: Tensor) -> bool:
+    """Whether a saved tensor has parts that no kernel wrote.
+
+    `forward` is its fingerprint in forward, `value` that of the recompute, the others are from runs with fresh memory
+    filled.
+    """
+    what_filled = fingerprint(filled)
+    if what_filled == forward or what_filled != fingerprint(filled_again):
+        return False
+    if fingerprint(value) != what_filled:
+        return True
+    if filled.is_floating_point() or filled.is_complex():
+        return bool(filled.isnan().any())
+    return filled.dtype is not torch.bool and bool((filled == torch.iinfo(filled.dtype).max).any())

@@ -10,14 +10,14 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import PurePath
 from typing import Any
 
 from torch import nn
 
 from ckptdeco.engine.changes import Witness
-from ckptdeco.engine.state import BufferKey, ModuleTree
+from ckptdeco.engine.state import BufferKey, ModuleTree, is_gathering
 from ckptdeco.engine.streams import Stream
 
 __all__ = ["LayerInfo", "Protection", "layer_info"]
@@ -90,7 +90,7 @@ class LayerInfo:
 
     def __init__(self, layer: Any, fn: Callable[..., Any], name: str | None) -> None:
         self._reference = _weak(layer)
-        self.tree = ModuleTree(layer) if isinstance(layer, nn.Module) else None
+        self.tree = ModuleTree(layer, _is_inside_gathering(layer)) if isinstance(layer, nn.Module) else None
         self.protections: dict[Hashable, Protection] = {}
         self.last_chain: Any = None  # the chain of the last pass that began here
         self.facts: dict[Hashable, Any] = {}  # what upper layers remember, e.g. whether a policy names this layer
@@ -183,15 +183,27 @@ def _name_in_model(layer: Any) -> str | None:
     if not isinstance(layer, nn.Module):
         return None
     best = None
+    for module in _running_modules():
+        if module is not layer:
+            best = _qualified(module, layer) or best
+    return best
+
+
+def _is_inside_gathering(layer: nn.Module) -> bool:
+    """Whether it runs in a module around it that gathers its parameters (R13)."""
+    return any(is_gathering(module) and _qualified(module, layer) is not None for module in _running_modules())
+
+
+def _running_modules() -> Iterator[nn.Module]:
+    """The modules whose call is under way on this thread, innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_name in ("forward", "_call_impl", "__call__", "_wrapped_call_impl"):
             module = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(module, nn.Module) and module is not layer:
-                best = _qualified(module, layer) or best
+            if isinstance(module, nn.Module):
+                yield module
         frame = frame.f_back
-    return best
 
 
 def _qualified(root: nn.Module, layer: nn.Module) -> str | None:

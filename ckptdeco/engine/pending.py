@@ -12,6 +12,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptdeco.engine.groups import is_group, note_in_group
 from ckptdeco.engine.torch_private import at_end_of_backward, graph_task_id
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def note(task: int, call: Call) -> None:
     """Values wait on `call` in this backward pass."""
     if task == -1:
         return
+    if is_group(task):
+        note_in_group(task, call)
+        return
     known = _calls.get(task)
     if known is None:
         _calls[task] = known = (threading.get_ident(), [])
@@ -44,7 +48,7 @@ def _end(task: int) -> None:
     for call in reversed(alive):
         call.rebuilt.pop(task, None)
         waiting = call.waiting.pop(task, None)
-        if waiting and last_walk:
+        if waiting and last_walk and not call.is_alone:
             call.waiting[LEFTOVER] = waiting
             _leftover.append(weakref.ref(call))
             last_walk = bool(call.references())  # a walk begins at the call whose inputs are all kept

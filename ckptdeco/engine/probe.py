@@ -168,7 +168,7 @@ class Probe:
             call.is_checked = call.options.determinism_check != "none"
         for saved, value in dropped:
             saved.values = fingerprint(value)
-            if self.values and saved.values != self.values[saved.index]:
+            if self.values and saved.values not in (None, self.values[saved.index]):
                 protection.is_stop_safe = False  # saved before it was filled: stopping there would give noise
 
     def storages(self) -> set[int]:

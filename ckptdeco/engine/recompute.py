@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ckptdeco.engine import pending, rng
+from ckptdeco.engine.collect import Waiting, tensor_mismatch
 from ckptdeco.engine.exclusive import one_at_a_time
+from ckptdeco.engine.groups import check_overlap, is_group, pass_id
 from ckptdeco.engine.kept import Kept
-from ckptdeco.engine.rerun import Waiting, run_again, tensor_mismatch
+from ckptdeco.engine.rerun import run_again
 from ckptdeco.engine.saved import Saved, modified
-from ckptdeco.engine.torch_private import graph_task_id
 from ckptdeco.errors import CheckpointError, InputModifiedError, RecomputeError
 from ckptdeco.schedule.actions import Action
 
@@ -32,7 +33,9 @@ _Values = dict[tuple[int, int], Tensor]  # (id of a call, output index) -> value
 
 def serve(call: Call, saved: Saved) -> Tensor:
     """The tensor of a dropped slot, recomputed if need be; handed out and dropped (R9)."""
-    task = graph_task_id()
+    task = pass_id()
+    if is_group(task):
+        check_overlap(call, saved, task)
     waiting = call.waiting.get(task)
     if waiting is None:
         waiting = _adopt_leftover(call, task)

@@ -17,17 +17,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from ckptdeco.engine import ambient, hooks
 from ckptdeco.engine.attributes import as_non_leaf
 from ckptdeco.engine.changes import learn_changes
-from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.collect import Rerun, Stop, Waiting
+from ckptdeco.engine.fingerprint import is_noise
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.torch_private import fresh_memory_filled, is_torch_function_on, torch_function_on
-from ckptdeco.engine.trace import Trace, first_difference
+from ckptdeco.engine.trace import Trace
 from ckptdeco.engine.tree import rebuild_arguments, tensors_in
 from ckptdeco.errors import (
     CheckpointError,
     ParameterModifiedError,
     RandomnessError,
-    SavedTensorMismatch,
-    StaleGraphError,
     TensorMeta,
     ValueMismatch,
 )
@@ -36,35 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptdeco.engine.call import Call
-    from ckptdeco.engine.saved import Saved
     from ckptdeco.engine.state import Snapshot
 
-__all__ = ["Waiting", "run_again", "tensor_mismatch", "traced"]
-
-
-class Waiting(dict[int, tuple[Tensor, int]]):
-    """Recomputed saved tensors of one call that wait to be unpacked, by slot, with the version they had when saved."""
-
-    __slots__ = ("is_read_again",)
-
-    def __init__(self) -> None:
-        self.is_read_again = False  # a custom Function reads its saved tensors twice: keep them (R31)
-
-
-class _Stop(BaseException):
-    """Ends a recompute whose last needed tensor exists (R10). Not an `Exception`: user code shall not catch it."""
-
-
-class _Cell:
-    """What a recompute's own graph holds in place of a saved tensor, until the run ends (R23)."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Tensor | None) -> None:
-        self.value = value
-
-
-_EMPTY = _Cell(None)  # for the many calls in which no backward runs
+__all__ = ["run_again", "traced"]
 
 
 def traced(call: Call) -> Trace:
@@ -95,7 +68,7 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     if modes and call.is_checked and waiting is not None and modes not in takes_part:
         takes_part[modes] = _do_modes_take_part(call, inputs)
     may_stop = is_target and call.options.early_stop and call.protection.is_stop_safe and call.structure is None
-    run = _Rerun(call, waiting, may_stop)
+    run = Rerun(call, waiting, may_stop)
     run.has_modes = takes_part.get(modes, True)
     outputs = _run(call, inputs, run)
     suspects = run.verify()
@@ -106,7 +79,7 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     return outputs
 
 
-def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
+def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
     """Run the call's forward under the hooks of `run`, in the surroundings and state of forward."""
     leave_state: list[Callable[[], bool]] = []
     marks: list[Any] = []
@@ -121,8 +94,8 @@ def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
         with surroundings, saved_tensors_hooks(run.pack, run.unpack):
             args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
-            result = call.context.copy().run(call.body, *args, **kwargs)
-    except _Stop:
+            result = call.context.copy().run(run.body, *args, **kwargs)
+    except Stop:
         result = None
     finally:
         running.frame, running.recomputing = outer
@@ -132,11 +105,16 @@ def _run(call: Call, inputs: list[Tensor], run: _Rerun) -> list[Tensor]:
         has_stray = [leave() for leave in reversed(leave_state)]
     if call.watch is not None:
         run.drew = call.watch.has_moved(marks)
-    if (
-        run.stopped and any(has_stray) and not call.protection.replaces_attributes
-    ):  # code after the stop would have undone it
-        call.protection.is_stop_safe = False
+    if run.stopped and any(has_stray) and not call.protection.replaces_attributes:
+        call.protection.is_stop_safe = False  # code after the stop would have undone it
     return [] if run.stopped else tensors_in(result)
+
+
+def _trial(call: Call, waiting: Waiting | None) -> Rerun:
+    """A run that only answers a question, in contexts of its own: those of the recompute (`context_fn`) stay unused."""
+    run = Rerun(call, waiting, may_stop=False)
+    run.body = getattr(call.body, "anew", lambda: call.body)()
+    return run
 
 
 def _confirm_draw(call: Call, inputs: list[Tensor]) -> None:
@@ -144,7 +122,7 @@ def _confirm_draw(call: Call, inputs: list[Tensor]) -> None:
 
     One that loads data may draw at any time. So the call is run once more: the layer draws again.
     """
-    second = _Rerun(call, None, may_stop=False)
+    second = _trial(call, None)
     _run(call, inputs, second)
     if second.drew:
         raise RandomnessError(call.info.label)
@@ -169,7 +147,7 @@ def _do_modes_take_part(call: Call, inputs: list[Tensor]) -> bool:
 
     Those that only watch (they count or log operators) must not see the recompute; others it must run under.
     """
-    trial = _Rerun(call, Waiting(), may_stop=False)
+    trial = _trial(call, Waiting())
     trial.has_modes = False
     try:
         _run(call, inputs, trial)
@@ -184,33 +162,32 @@ def _explain_difference(call: Call, inputs: list[Tensor], waiting: Waiting, susp
     """Saved tensors have other values than in forward: noise, or a wrong recompute?
 
     Kernels save memory that they never filled (the workspace of an LSTM, the noise of rrelu in eval mode). So the
-    call is run once more with all fresh memory filled by torch: what differs again, or shows the filling, is noise and
-    is not compared from now on (R12). What is the same as in the first recompute was computed, hence is wrong.
+    call is run twice more with all fresh memory filled by torch: what follows the filling, and only that, is noise and
+    is not compared from now on (R12). What is the same as in the first recompute was computed, hence is wrong; so is
+    what is as in forward now, and what every run computes anew.
     """
-    second = Waiting()
-    verdict = _Rerun(call, second, may_stop=False)
-    verdict.fills_memory = True
-    _run(call, inputs, verdict)
+    filled = [_run_filled(call, inputs), _run_filled(call, inputs)]
     for index in suspects:
-        if index in second and _is_noise(waiting[index][0], second[index][0]):
-            call.protection.ignored_slots |= {index}
-            continue
         slot = call.slots[index]
         saved = None if slot is None else slot()
+        again = [run[index][0] for run in filled if index in run]
+        if saved is not None and len(again) == 2 and is_noise(saved.values, waiting[index][0], *again):
+            call.protection.ignored_slots |= {index}
+            continue
         meta = "" if saved is None else f" ({TensorMeta(tuple(saved.meta[0]), *saved.meta[1:])})"
         raise ValueMismatch(call.info.label, f"saved tensor {index}{meta}")
 
 
-def _is_noise(value: Tensor, filled: Tensor) -> bool:
-    """Whether a saved tensor has parts that no kernel wrote; `filled` is from a run with fresh memory filled."""
-    if fingerprint(value) != fingerprint(filled):
-        return True
-    if filled.is_floating_point() or filled.is_complex():
-        return bool(filled.isnan().any())
-    return filled.dtype is not torch.bool and bool((filled == torch.iinfo(filled.dtype).max).any())
+def _run_filled(call: Call, inputs: list[Tensor]) -> Waiting:
+    """What a run with all fresh memory filled saves."""
+    waiting = Waiting()
+    run = _trial(call, waiting)
+    run.fills_memory = True
+    _run(call, inputs, run)
+    return waiting
 
 
-def _surroundings(call: Call, run: _Rerun) -> AbstractContextManager[object]:
+def _surroundings(call: Call, run: Rerun) -> AbstractContextManager[object]:
     """Grad mode, autocast and the tracing of operators for a run."""
     grad = torch.enable_grad()
     is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
@@ -249,144 +226,3 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
         value = inputs[i].detach().clone().requires_grad_(requires_grad)
         prepared[i] = as_non_leaf(value) if requires_grad else value
     return prepared
-
-
-class _Rerun:
-    """The saved-tensor hooks of one run of a call in backward."""
-
-    __slots__ = (
-        "call",
-        "cells",
-        "drew",
-        "error",
-        "fills_memory",
-        "has_inner_backward",
-        "has_modes",
-        "last",
-        "n",
-        "packed",
-        "slots",
-        "stopped",
-        "trace",
-        "waiting",
-    )
-
-    def __init__(self, call: Call, waiting: Waiting | None, may_stop: bool) -> None:
-        self.call = call
-        self.slots = call.slots
-        self.waiting = waiting
-        self.n = 0
-        self.cells: list[_Cell] = []
-        self.error: BaseException | None = None
-        self.has_inner_backward = call.has_inner_backward
-        self.fills_memory = False
-        self.has_modes = True  # the dispatch modes of forward, if they are not active now
-        self.drew = False  # from a stream that forward did not draw from
-        self.stopped = False
-        self.trace: Trace | None = None
-        self.packed: dict[int, int | None] = {}  # fingerprints when saved, if the call is one that has to tell (R20)
-        self.last = -1  # slot at which to stop
-        if may_stop:
-            for index in range(len(self.slots) - 1, -1, -1):
-                slot = self.slots[index]
-                if slot is not None and slot() is not None:
-                    self.last = index
-                    break
-
-    def tracing(self) -> Trace:
-        """Record the operators of this run."""
-        self.trace = Trace()
-        return self.trace
-
-    def pack(self, tensor: Tensor) -> _Cell:
-        index = self.n
-        if self.stopped:  # user code swallowed the stop (R20)
-            raise _Stop
-        self.n = index + 1
-        slots = self.slots
-        slot = slots[index] if index < len(slots) else None
-        saved = None if slot is None else slot()
-        value = tensor if tensor.grad_fn is None else tensor.detach()
-        if saved is not None:
-            if saved.meta != (tensor.shape, tensor.dtype, tensor.device):
-                self.error = tensor_mismatch(self.call, saved, tensor, self.trace)
-                raise self.error
-            if self.waiting is not None:
-                self.waiting[index] = value, value._version
-                if self.call.structure is not None:
-                    self.packed[index] = fingerprint(value)
-        if index == self.last:
-            self.stopped = True
-            raise _Stop
-        if not self.has_inner_backward:
-            return _EMPTY
-        cell = _Cell(value)
-        self.cells.append(cell)
-        return cell
-
-    def unpack(self, cell: _Cell) -> Tensor:
-        if cell.value is None:
-            raise StaleGraphError(self.call.info.label)
-        return cell.value
-
-    def end(self) -> None:
-        """Let go of what the run's own graph held."""
-        for cell in self.cells:
-            cell.value = None
-        self.cells = []
-
-    def verify(self) -> list[int]:
-        """Compare the run with forward (R22); raises. Returns slots whose values differ, if values are compared."""
-        if self.error is not None:  # raised before, but user code swallowed it
-            raise self.error
-        call = self.call
-        n_forward = len(self.slots)
-        if not self.stopped and self.n != n_forward and not (self.n > n_forward and call.options.early_stop):
-            raise SavedTensorMismatch(call.info.label, None, n_forward, self.n, trace=_trace(call, self.trace))
-        if self.waiting is None:
-            return []
-        if call.structure is not None:
-            self._learn_structure(self.waiting)
-        if not call.is_checked:
-            return []
-        if call.options.determinism_check != "values":
-            call.is_checked = False  # verified once (R12)
-        return self._differing(self.waiting)
-
-    def _learn_structure(self, waiting: Waiting) -> None:
-        """The run was not stopped: were its tensors filled when they were saved?"""
-        protection = self.call.protection
-        if all(fingerprint(waiting[index][0]) == values for index, values in self.packed.items()):
-            protection.structures.add(self.call.structure)
-        else:
-            protection.is_stop_safe = False
-        self.call.structure = None
-
-    def _differing(self, waiting: Waiting) -> list[int]:
-        found = []
-        ignored = self.call.protection.ignored_slots
-        for index, (value, _) in waiting.items():
-            slot = self.slots[index]
-            saved = None if slot is None else slot()
-            values = None if saved is None else getattr(saved, "values", None)
-            if values is None or index in ignored:
-                continue
-            if fingerprint(value) not in (values, None):
-                found.append(index)
-        return found
-
-
-def tensor_mismatch(call: Call, saved: Saved, tensor: Tensor | None, trace: Trace | None = None) -> SavedTensorMismatch:
-    """The error for a slot that got another tensor than in forward, or none."""
-    shape, dtype, device = saved.meta
-    return SavedTensorMismatch(
-        call.info.label,
-        saved.index,
-        TensorMeta(tuple(shape), dtype, device),
-        None if tensor is None else TensorMeta.of(tensor),
-        trace=_trace(call, trace),
-    )
-
-
-def _trace(call: Call, trace: Trace | None) -> str:
-    return first_difference(call.trace, None if trace is None else trace.operators)

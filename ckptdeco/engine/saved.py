@@ -28,7 +28,9 @@ class Saved:
     bring it back.
     """
 
-    __slots__ = ("__weakref__", "call", "handed", "index", "meta", "task", "value", "values", "version")
+    __slots__ = (
+        "__weakref__", "call", "group_task", "handed", "index", "meta", "task", "value", "values", "version",
+    )  # fmt: skip
 
     value: Tensor | None
     version: int  # when it was saved; `MODIFIED` if the call itself changed it in place after that
@@ -37,6 +39,7 @@ class Saved:
     index: int  # among the tensors that the call saved
     meta: tuple[Any, ...]  # shape, dtype, device
     values: int | None  # fingerprint; set if the call is checked by value (R12)
+    group_task: int  # in a group of passes (`groups`), whose number `task` is: the pass
     handed: tuple[Any, ...]  # what was handed out (R31): its storage, weakly, and its place there
 
     def remember(self, value: Tensor) -> None:

@@ -26,7 +26,7 @@ from ckptdeco.engine.fingerprint import fingerprint
 if TYPE_CHECKING:
     from ckptdeco.engine.layer import Protection
 
-__all__ = ["BufferKey", "ModuleTree", "Snapshot"]
+__all__ = ["BufferKey", "ModuleTree", "Snapshot", "is_gathering"]
 
 BufferKey = tuple[int, str]  # identity of a module's buffer dictionary, name
 _Undo = list[Callable[[], Any]]
@@ -48,6 +48,7 @@ class ModuleTree:
     """
 
     __slots__ = (
+        "_is_inside_gathering",
         "_modules",
         "_size",
         "child_names",
@@ -64,7 +65,8 @@ class ModuleTree:
         "small_buffers",
     )
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, is_inside_gathering: bool = False) -> None:
+        self._is_inside_gathering = is_inside_gathering
         self._find(root)
 
     def _find(self, root: nn.Module) -> list[nn.Module]:
@@ -80,7 +82,7 @@ class ModuleTree:
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
         self.own_code = [i for i, module in enumerate(modules) if _is_own_code(type(module))]
         # Parameters that hooks around forward gather and free again are theirs: not compared, not put back (R13).
-        self.is_gathered = any(base.__name__ in _GATHERING for m in modules for base in type(m).__mro__)
+        self.is_gathered = self._is_inside_gathering or any(map(is_gathering, modules))
         owned = [] if self.is_gathered else modules
         self.owners: list[dict[str, Any]] = [d for m in owned for d in (m._parameters, m._buffers)]
         buffers = [tensor for module in owned for tensor in module._buffers.values() if tensor is not None]
@@ -113,6 +115,11 @@ class ModuleTree:
             for name, tensor in owner.items()
             if tensor is not None and not isinstance(tensor, nn.Parameter)
         }
+
+
+def is_gathering(module: nn.Module) -> bool:
+    """Whether hooks around its forward gather the parameters below it and free them again (FSDP)."""
+    return any(base.__name__ in _GATHERING for base in type(module).__mro__)
 
 
 def _is_own_code(kind: type) -> bool:

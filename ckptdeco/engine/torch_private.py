@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.modules.module as _module
+import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -24,8 +25,10 @@ __all__ = [
     "HOOK_ATTRIBUTES",
     "TorchDispatchMode",
     "at_end_of_backward",
+    "checkpoint_switches",
     "dispatch_mode_again",
     "dispatch_modes",
+    "exec_group",
     "fresh_memory_filled",
     "function_mode_again",
     "function_modes",
@@ -48,6 +51,17 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that runs on this thread ends. Only valid inside one."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+#: The `torch.utils.checkpoint.GraphExecGroup` that is entered on this thread, or None.
+exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
+
+_checkpoint: Any = torch.utils.checkpoint
+
+
+def checkpoint_switches() -> tuple[bool | None, bool | None]:
+    """What `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` say now; None where they are not used."""
+    return _checkpoint._enable_checkpoint_early_stop, _checkpoint._checkpoint_debug_enabled
 
 
 _forward_ad: Any = forward_ad

@@ -40,7 +40,9 @@ def examples() -> dict[str, tuple[Exception, str]]:
             "  forward:   float32[8, 128] on cuda:0\n"
             "  recompute: float32[8, 96] on cuda:0\n"
             "  Likely cause: the layer reads something that changed since forward (a flag, a global, a counter).\n"
-            "  Fix: make the layer depend only on its arguments; policy(..., debug=True) shows the first operation that differs.",  # noqa: E501
+            "  Fix: make the layer depend only on its arguments; policy(..., debug=True) shows the first operation that differs.\n"  # noqa: E501
+            "  In the words of torch.utils.checkpoint: Recomputed values for the following tensors have different metadata "  # noqa: E501
+            "than during the forward pass.",
         ),
         "ValueMismatch": (
             errors.ValueMismatch(LABEL, "saved tensor 3 (float32[8] on cpu)"),
@@ -63,6 +65,12 @@ def examples() -> dict[str, tuple[Exception, str]]:
         "UncheckpointableError": (
             errors.UncheckpointableError(LABEL, "does what cannot be", "leave it out."),
             f"{LABEL} does what cannot be\n  Fix: leave it out.",
+        ),
+        "GroupOverlapError": (
+            errors.GroupOverlapError(LABEL, 3),
+            "Performing two backward calls that overlap is not allowed under torch.utils.checkpoint.GraphExecGroup: "
+            f"saved tensor 3 of {LABEL} has served another one\n"
+            "  Fix: let each backward of the group go through another part of the graph, or leave the group.",
         ),
         "StaleGraphError": (
             errors.StaleGraphError(LABEL),

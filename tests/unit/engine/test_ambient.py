@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckptdeco.engine import ambient
+from ckptdeco.engine.torch_private import checkpoint_switches
 
 
 def capture() -> Any:
@@ -78,3 +80,13 @@ def test_function_mode_of_forward_is_active_in_the_recompute_once() -> None:
         calls.clear()
         again(state, lambda: torch.ones(1))
     assert calls.count(torch.ones) == 1
+
+
+def test_torchs_switches_for_checkpoints_are_entered_again_and_left() -> None:
+    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
+        state = capture()
+    assert again(state, checkpoint_switches) == (False, True)
+    assert checkpoint_switches() == (None, None)
+    with set_checkpoint_early_stop(True):  # forward had none
+        assert again((*state[:5], (None, None), ()), checkpoint_switches) == (None, None)
+        assert checkpoint_switches() == (True, None)

@@ -168,3 +168,9 @@ def test_users_modes_do_not_see_it() -> None:
         assert seen == []
         x + 1
         assert seen
+
+
+def test_memory_that_was_freed_is_not_read() -> None:
+    tensor = torch.randn(4, 4)
+    tensor.untyped_storage().resize_(0)
+    assert fingerprint(tensor) is None

@@ -17,6 +17,8 @@ from ckptdeco.engine.torch_private import graph_task_id
 class FakeCall:
     """What `pending` knows of a layer call."""
 
+    is_alone = False
+
     def __init__(self, n_references: int = 0) -> None:
         self.waiting: dict[int, object] = {}
         self.rebuilt: dict[int, object] = {}
@@ -45,6 +47,13 @@ def backward(action: Callable[[], None]) -> None:
     y = x.exp()
     y.register_hook(lambda grad: action())
     y.sum().backward()
+
+
+def test_values_of_a_call_in_no_chain_are_not_left() -> None:
+    call = FakeCall()
+    call.is_alone = True
+    backward(call.wait)
+    assert call.waiting == {}
 
 
 def test_values_of_the_last_recompute_are_left() -> None:

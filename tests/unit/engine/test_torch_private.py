@@ -17,8 +17,10 @@ from ckptdeco.engine.torch_private import (
     HOOK_ATTRIBUTES,
     TorchDispatchMode,
     at_end_of_backward,
+    checkpoint_switches,
     dispatch_mode_again,
     dispatch_modes,
+    exec_group,
     fresh_memory_filled,
     function_mode_again,
     function_modes,
@@ -198,6 +200,27 @@ def test_torchs_own_checkpoint_is_seen_first_and_again():
     assert not is_inside_torch_checkpoint()
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         assert not is_inside_torch_checkpoint()
+
+
+def test_exec_group_is_the_group_that_is_entered():
+    group = torch.utils.checkpoint.GraphExecGroup()
+    assert exec_group() is None
+    with group:
+        assert exec_group() is group
+        assert in_backward(exec_group) == [group]
+    assert exec_group() is None
+
+
+def test_checkpoint_switches_are_what_torchs_context_managers_say():
+    from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+    assert checkpoint_switches() == (None, None)
+    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
+        assert checkpoint_switches() == (False, True)
+        with set_checkpoint_early_stop(True), set_checkpoint_debug_enabled(None):
+            assert checkpoint_switches() == (True, None)
+        assert checkpoint_switches() == (False, True)
+    assert checkpoint_switches() == (None, None)
 
 
 def test_torch_function_can_be_switched_on_again():
