@@ -30,11 +30,12 @@ def judge(program: Program) -> str:
         except AssertionError as error:
             raise Difference(f"{error}\n{program!r}") from None
     error = mine.error
-    if isinstance(error, ckptdeco.CheckpointError) and len(mine.seen) <= len(plain.seen):
+    goes_on = plain.error is not None and _is_more_than_promised(plain.error)
+    if isinstance(error, ckptdeco.CheckpointError) and (goes_on or len(mine.seen) <= len(plain.seen)):
         reason = program.refusals().get(type(error).__name__)
         if reason is not None:
             return f"refused: {reason} ({type(error).__name__})"
-    if plain.error is not None and error is None and _is_more_than_promised(plain.error):
+    if goes_on and error is None:
         return "plain raises"
     if plain.error is not None:
         if len(plain.seen) == len(mine.seen) and isinstance(error, type(plain.error)):

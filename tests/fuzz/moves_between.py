@@ -100,6 +100,8 @@ class HookOnTensor(Move):
 class InPlace(Move):
     """The loop writes to what a layer returned."""
 
+    excludes = ("offload",)  # as for `x += layer(x)`
+
     refuses = ("InputModifiedError", "ModifiedTensorError")
 
     @staticmethod

@@ -30,6 +30,8 @@ class Residual(Move):
 class PlusEquals(Move):
     """`x += layer(x)`."""
 
+    excludes = ("offload",)  # plain torch on the CPU packs an alias there, and so reads what was written later
+
     @staticmethod
     def run(h: Tensor, env: Any, layer: int, k: int) -> Tensor:
         out = env.call(layer, h)

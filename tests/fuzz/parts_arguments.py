@@ -120,6 +120,8 @@ class GradOfGiven(Part):
 class InPlaceOnInput(Part):
     """Works in place on the layer's own input, as `nn.ReLU(inplace=True)` at its start does."""
 
+    excludes = ("offload",)  # as for `x += layer(x)`
+
     refuses = ("InputModifiedError",)  # where something else reads that input, too
 
     def at_entry(self, x: Tensor, call: LayerCall) -> Tensor:
