@@ -84,10 +84,9 @@ class Program:
         return f"Program({', '.join(said)})"
 
     def ingredients(self) -> list[type[Ingredient]]:
-        """The classes of all that it contains; only layers that are called count."""
-        used = {move.layer for move in self.code}
+        """The classes of all that it contains."""
         found: list[type[Ingredient]] = [Loop.catalogue[self.loop], Backward.catalogue[self.backward]]
-        found += [Part.catalogue[p.name] for i, layer in enumerate(self.layers) if i in used for p in layer.parts]
+        found += [Part.catalogue[part.name] for layer in self.layers for part in layer.parts]
         found += [Move.catalogue[move.name] for move in self.code]
         found += [Between.catalogue[change.name] for change in self.between]
         found += [Around.catalogue[name] for name in self.around]
