@@ -17,6 +17,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_
 
 from ckptdeco.engine.rng import Devices
 from ckptdeco.engine.torch_private import (
+    attention_backends,
     checkpoint_switches,
     dispatch_mode_again,
     dispatch_modes,
@@ -60,13 +61,12 @@ def capture(devices: Devices) -> Ambient:
                 if torch.is_autocast_enabled(kind)
             ]
         )
-    attention = tuple([is_on() for is_on, _ in _ATTENTION])
     return (
         autocast,
         torch.get_default_dtype(),
         function_modes(),
         torch.are_deterministic_algorithms_enabled(),
-        attention,
+        attention_backends(),
         checkpoint_switches(),
         dispatch_modes(),
     )

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, recompute, rng
 from ckptdeco.engine.attributes import keep_value, signature
@@ -39,7 +38,7 @@ from ckptdeco.engine.saved import Saved, unpack
 from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
 from ckptdeco.engine.streams import streams_in
-from ckptdeco.engine.torch_private import refuses_hooks
+from ckptdeco.engine.torch_private import pop_hooks, push_hooks, refuses_hooks
 from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
 from ckptdeco.errors import UncheckpointableError
 from ckptdeco.schedule.actions import Action
@@ -214,12 +213,15 @@ def run(
     listener = listen(call.snapshots, probe, is_due, protection.hooks_take_part)
     running.frame = Frame(call.decisions, again=False)
     try:
-        with saved_tensors_hooks(pack, unpack):
+        push_hooks(pack, unpack)
+        try:
             if listener is None and not options.debug:
                 result = body(*inputs.args, **inputs.kwargs)
             else:
                 with listener or nullcontext(), traced(call) if options.debug else nullcontext():
                     result = body(*inputs.args, **inputs.kwargs)
+        finally:
+            pop_hooks()
     except BaseException as error:
         probe.keep_all()
         if isinstance(error, RuntimeError) and refuses_hooks(error):

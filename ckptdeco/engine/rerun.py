@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine import ambient, hooks
 from ckptdeco.engine.attributes import as_non_leaf
@@ -20,7 +19,14 @@ from ckptdeco.engine.changes import learn_changes
 from ckptdeco.engine.collect import Rerun, Stop, Waiting
 from ckptdeco.engine.fingerprint import is_noise
 from ckptdeco.engine.running import Frame, running
-from ckptdeco.engine.torch_private import fresh_memory_filled, is_torch_function_on, torch_function_on
+from ckptdeco.engine.torch_private import (
+    fresh_memory_filled,
+    is_torch_function_on,
+    pop_hooks,
+    push_hooks,
+    torch_function_on,
+    with_grad,
+)
 from ckptdeco.engine.trace import Trace
 from ckptdeco.engine.tree import rebuild_arguments, tensors_in
 from ckptdeco.errors import (
@@ -92,9 +98,13 @@ def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
         if call.watch is not None:
             marks = call.watch.set_back()
         running.frame, running.recomputing = Frame(call.decisions, again=True), True
-        with surroundings, saved_tensors_hooks(run.pack, run.unpack):
-            args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
-            result = call.context.copy().run(run.body, *args, **kwargs)
+        with surroundings:
+            push_hooks(run.pack, run.unpack)
+            try:
+                args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
+                result = call.context.copy().run(run.body, *args, **kwargs)
+            finally:
+                pop_hooks()
     except Stop:
         result = None
     finally:
@@ -189,15 +199,14 @@ def _run_filled(call: Call, inputs: list[Tensor]) -> Waiting:
 
 def _surroundings(call: Call, run: Rerun) -> AbstractContextManager[object]:
     """Grad mode, autocast and the tracing of operators for a run."""
-    grad = torch.enable_grad()
     is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
     is_usual = is_usual and not run.fills_memory and call.trace is None
     if is_usual and ambient.capture(call.devices) == call.ambient:
-        return grad
+        return with_grad()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch_function_on())  # backward of a tensor subclass switches it off
-    stack.enter_context(grad)
+    stack.enter_context(torch.enable_grad())
     ambient.enter(stack, call.ambient, call.devices, with_dispatch_modes=run.has_modes)
     if call.trace is not None:
         stack.enter_context(run.tracing())

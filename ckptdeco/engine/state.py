@@ -35,10 +35,13 @@ _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned 
 
 # Attributes that every module has; but for the flag they are dictionaries, and what is in them is looked at.
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
-_marks = attrgetter("_version", "requires_grad")
+_version: Any = Tensor._version.__get__  # type: ignore[attr-defined]
+_requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_N_BASE = len(_BASE) - 1  # an entry has `training` twice
 _children = attrgetter("_modules")
 _dict = attrgetter("__dict__")
 _alive = weakref.ref.__call__
+_get: Any = itemgetter.__call__
 
 
 class ModuleTree:
@@ -153,9 +156,9 @@ class Snapshot:
     """State of a module tree at entry of one layer call."""
 
     __slots__ = (
-        "addresses", "attributes", "child_names", "children", "clones", "copies", "getters", "has_unusual_attributes",
-        "hooks", "is_lazy", "keys", "marks", "modules", "n_entries", "originals", "own_code", "owners", "signatures",
-        "tensors",
+        "addresses", "attributes", "child_names", "children", "clones", "copies", "flags", "getters",
+        "has_unusual_attributes", "hooks", "is_lazy", "keys", "modules", "n_entries", "originals", "own_code",
+        "owners", "signatures", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection) -> None:
@@ -181,7 +184,8 @@ class Snapshot:
         self.tensors = _tensors_of(tree.owners)
         self.is_lazy = tree.has_lazy
         self.n_entries = sum(map(len, tree.owners))
-        self.marks: list[tuple[int, bool]] = [*map(_marks, self.tensors)]  # version, requires_grad
+        self.versions: list[int] = [*map(_version, self.tensors)]
+        self.flags: list[bool] = [*map(_requires_grad, self.tensors)]
         self.addresses = _addresses(self.tensors)
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []
         written = protection.written_buffers | tree.small_buffers
@@ -223,7 +227,7 @@ class Snapshot:
         """Whether a parameter has another version than at entry."""
         return any(
             tensor._version != version and isinstance(tensor, nn.Parameter)
-            for tensor, (version, _) in zip(self.tensors, self.marks, strict=True)
+            for tensor, version in zip(self.tensors, self.versions, strict=True)
         )
 
     def has_new_tensors(self) -> bool:
@@ -252,24 +256,29 @@ class Snapshot:
 
         A kernel that writes several may count a version for one only (batch_norm).
         """
-        if self.marks == [*map(_marks, self.tensors)] and self._holds_the_same():
+        if self.versions == [*map(_version, self.tensors)] and self._holds_the_same():
             return set()
         changed = set()
-        for (owner, name, tensor), (version, _) in zip(self._places(), self.marks, strict=True):
+        for (owner, name, tensor), version in zip(self._places(), self.versions, strict=True):
             if (tensor._version != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
                 changed.add(id(owner))
         return {(id(owner), name) for owner, name, _ in self._places() if id(owner) in changed}
 
     def is_untouched(self) -> bool:
         """Whether parameters and buffers are what forward read: the common case, in two sweeps."""
-        return self.marks == [*map(_marks, self.tensors)] and self.addresses == _addresses(self.tensors)
+        tensors = self.tensors
+        return (
+            self.versions == [*map(_version, tensors)]
+            and self.addresses == _addresses(tensors)
+            and self.flags == [*map(_requires_grad, tensors)]
+        )
 
     def changed_parameter(self) -> str | None:
         """Name of a parameter or buffer that no longer holds the values forward read, or None."""
         cloned = {(id(owner), name) for owner, name, _ in self.clones}
         now = zip([tensor._version for tensor in self.tensors], _addresses(self.tensors), strict=True)
-        for (owner, name, _), (version, _), address, present in zip(
-            self._places(), self.marks, self.addresses, now, strict=True
+        for (owner, name, _), version, address, present in zip(
+            self._places(), self.versions, self.addresses, now, strict=True
         ):
             if present != (version, address) and (id(owner), name) not in cloned:
                 return self._qualified(owner, name)
@@ -304,7 +313,7 @@ class Snapshot:
                     undo.append(partial(owner.__setitem__, name, owner.get(name)))
                     owner[name] = tensor
         if not is_untouched:
-            for tensor, (_, flag) in zip(self.tensors, self.marks, strict=True):
+            for tensor, flag in zip(self.tensors, self.flags, strict=True):
                 if tensor.requires_grad != flag and tensor.is_leaf:
                     undo.append(partial(tensor.requires_grad_, tensor.requires_grad))
                     tensor.requires_grad_(flag)
@@ -343,18 +352,15 @@ class Snapshot:
     def _has_attributes(self, attributes: list[tuple[Any, ...]], which: Any) -> bool:
         """Whether these modules hold the very values in `attributes`."""
         try:
+            modules, getters = self.modules, self.getters
             for i in which:
-                values = self.modules[i].__dict__
+                values = modules[i].__dict__
                 entry = attributes[i]
-                if len(values) != len(_BASE) + len(entry) - 1 or not all(map(is_, self.getters[i](values), entry)):
+                if len(values) != _N_BASE + len(entry) or not all(map(is_, getters[i](values), entry)):
                     return False
         except KeyError:  # an attribute is gone
             return False
         return True
-
-
-def _get(getter: Any, dictionary: dict[str, Any]) -> Any:
-    return getter(dictionary)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:

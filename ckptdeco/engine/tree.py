@@ -76,6 +76,8 @@ Template = Any  # _Leaf | _Branch | any other object, which stands for itself
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Template]:
     """The tensors among the arguments of a call, and the template of both."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        return [args[0]], _FLAT
     if not kwargs and set(map(type, args)) == _ONLY_TENSORS and len(set(map(id, args))) == len(args):
         return [*args], _FLAT
     tensors: list[Tensor] = []

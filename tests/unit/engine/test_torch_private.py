@@ -17,6 +17,7 @@ from ckptdeco.engine.torch_private import (
     HOOK_ATTRIBUTES,
     TorchDispatchMode,
     at_end_of_backward,
+    attention_backends,
     checkpoint_switches,
     dispatch_mode_again,
     dispatch_modes,
@@ -31,9 +32,12 @@ from ckptdeco.engine.torch_private import (
     is_plain_autograd,
     is_torch_function_on,
     mark_of_generator,
+    pop_hooks,
+    push_hooks,
     refuses_hooks,
     torch_function_on,
     unseen_by_modes,
+    with_grad,
 )
 
 
@@ -354,3 +358,43 @@ def test_generator_without_a_plain_state_has_no_mark():
         _cdata = "elsewhere"
 
     assert mark_of_generator(Odd()) is None
+
+
+def test_attention_backends_are_what_torch_says():
+    cuda = torch.backends.cuda
+    names = ("flash", "mem_efficient", "math")
+    try:
+        for name in names:
+            before = attention_backends()
+            getattr(cuda, f"enable_{name}_sdp")(not getattr(cuda, f"{name}_sdp_enabled")())
+            now = attention_backends()
+            assert now == tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in names)
+            assert [one != other for one, other in zip(before, now, strict=True)] == [n == name for n in names]
+    finally:
+        for name in names:
+            getattr(cuda, f"enable_{name}_sdp")(True)
+
+
+def test_hooks_that_are_pushed_are_those_of_saved_tensors_hooks():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(lambda t: seen.append("outer") or t, lambda t: t):
+        push_hooks(lambda t: seen.append("inner") or t, lambda t: t)
+        try:
+            x.sin()
+        finally:
+            pop_hooks()
+        x.sin()
+    x.sin()
+    assert seen == ["inner", "outer"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_with_grad_switches_grad_on_and_back(before):
+    with torch.set_grad_enabled(before):
+        with with_grad():
+            assert torch.is_grad_enabled()
+        assert torch.is_grad_enabled() is before
+        with pytest.raises(KeyError), with_grad():
+            raise KeyError
+        assert torch.is_grad_enabled() is before
