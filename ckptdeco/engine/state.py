@@ -35,8 +35,8 @@ _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned 
 
 # Attributes that every module has; but for the flag they are dictionaries, and what is in them is looked at.
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
-_version: Any = Tensor._version.__get__  # type: ignore[attr-defined]
-_requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 _N_BASE = len(_BASE) - 1  # an entry has `training` twice
 _children = attrgetter("_modules")
 _dict = attrgetter("__dict__")
