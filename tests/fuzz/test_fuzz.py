@@ -52,7 +52,7 @@ def test_random_programs_are_exact_or_loud(short_profile: list[Program]) -> None
             judge(minimise(program))  # the same in small
             raise
     assert outcomes["equal"] > 0.75 * N_PROGRAMS, outcomes
-    assert outcomes["refused"] < 0.05 * N_PROGRAMS, outcomes
+    assert outcomes["refused"] < 0.1 * N_PROGRAMS, outcomes  # 3 % of many; so few programs have near twins among them
 
 
 def test_a_program_prints_as_the_code_that_makes_it_again(short_profile: list[Program]) -> None:
