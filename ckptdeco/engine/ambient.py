@@ -1,9 +1,9 @@
 """What surrounds a layer call and changes what it computes.
 
 Autocast per kind of device, the default dtype, torch-function modes (the default device is one), dispatch modes,
-deterministic mode, the backends of scaled-dot-product attention, and torch's switches for checkpoints inside: captured
-at forward and entered again around a recompute where they differ from what is there. Context variables are captured,
-too, as one `contextvars.Context`; a recompute runs in a fresh copy of it.
+deterministic mode, the precision of products, the backends of scaled-dot-product attention, and torch's switches for
+checkpoints inside: captured at forward and entered again around a recompute where they differ from what is there.
+Context variables are captured, too, as one `contextvars.Context`; a recompute runs in a fresh copy of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_
 
 from ckptdeco.engine.rng import Devices
 from ckptdeco.engine.torch_private import (
+    NUMERICS,
     attention_backends,
     checkpoint_switches,
     dispatch_mode_again,
@@ -27,9 +28,19 @@ from ckptdeco.engine.torch_private import (
 
 __all__ = ["Ambient", "capture", "enter", "kind", "missing_dispatch_modes"]
 
-Switch = tuple[Callable[[], bool], Callable[[bool], Any]]
+Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 _cuda: Any = torch.backends.cuda
-_DETERMINISM: Switch = (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
+_switch_determinism: Any = torch.use_deterministic_algorithms
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+_NUMERICS: tuple[Switch, ...] = (
+    (_determinism, lambda wanted: _switch_determinism(wanted[0], warn_only=wanted[1])),
+    *NUMERICS,
+)
 _ATTENTION: tuple[Switch, ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
@@ -37,13 +48,14 @@ _ATTENTION: tuple[Switch, ...] = (
 )
 
 
-# Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, deterministic
-# mode, backends of attention, what torch's switches say of early stop and debugging (None: nothing), dispatch modes.
+# Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, settings that
+# change what the CPU computes, backends of attention, what torch's switches say of early stop and debugging (None:
+# nothing), dispatch modes.
 Ambient = tuple[
     tuple[tuple[str, torch.dtype, bool], ...],
     torch.dtype,
     tuple[object, ...],
-    bool,
+    tuple[Any, ...],
     tuple[bool, ...],
     tuple[bool | None, bool | None],
     tuple[object, ...],
@@ -65,7 +77,7 @@ def capture(devices: Devices) -> Ambient:
         autocast,
         torch.get_default_dtype(),
         function_modes(),
-        torch.are_deterministic_algorithms_enabled(),
+        tuple([read() for read, _ in _NUMERICS]),
         attention_backends(),
         checkpoint_switches(),
         dispatch_modes(),
@@ -74,8 +86,8 @@ def capture(devices: Devices) -> Ambient:
 
 def kind(state: Ambient) -> Any:
     """What of the surroundings tells kinds of calls apart: of function modes their types, since steps have new ones."""
-    autocast, dtype, modes, is_deterministic, attention, switches, _ = state
-    return autocast, dtype, tuple(map(type, modes)) if modes else (), is_deterministic, attention, switches
+    autocast, dtype, modes, numerics, attention, switches, _ = state
+    return autocast, dtype, tuple(map(type, modes)) if modes else (), numerics, attention, switches
 
 
 def missing_dispatch_modes(state: Ambient) -> tuple[type, ...]:
@@ -92,7 +104,7 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_m
 
     Modes around backward stay; those of forward that are missing go on top of them, dispatch modes only if asked for.
     """
-    autocast, dtype, modes, is_deterministic, attention, switches, dispatch = state
+    autocast, dtype, modes, numerics, attention, switches, dispatch = state
     on = {kind for kind, _, _ in autocast}
     for kind in {"cpu", *[device.type for device in devices]} - on:
         if torch.is_autocast_enabled(kind):
@@ -101,8 +113,7 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_m
         stack.enter_context(torch.autocast(kind, dtype=autocast_dtype, cache_enabled=cache))
     if torch.get_default_dtype() is not dtype:
         stack.enter_context(_default_dtype(dtype))
-    _turn(stack, _DETERMINISM, is_deterministic)
-    for switch, wanted in zip(_ATTENTION, attention, strict=False):
+    for switch, wanted in zip((*_NUMERICS, *_ATTENTION), (*numerics, *attention), strict=True):
         _turn(stack, switch, wanted)
     early_stop, debug = checkpoint_switches()
     if early_stop is not switches[0]:
@@ -116,10 +127,11 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_m
             stack.enter_context(dispatch_mode_again(mode))
 
 
-def _turn(stack: ExitStack, switch: Switch, wanted: bool) -> None:
-    is_on, turn = switch
-    if is_on() != wanted:
-        stack.callback(turn, is_on())
+def _turn(stack: ExitStack, switch: Switch, wanted: Any) -> None:
+    read, turn = switch
+    present = read()
+    if present != wanted:
+        stack.callback(turn, present)
         turn(wanted)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ckptdeco.engine import ambient, recompute, rng
 from ckptdeco.engine.attributes import keep_value, signature
@@ -38,7 +39,7 @@ from ckptdeco.engine.saved import Saved, unpack
 from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
 from ckptdeco.engine.streams import streams_in
-from ckptdeco.engine.torch_private import pop_hooks, push_hooks, refuses_hooks
+from ckptdeco.engine.torch_private import are_weights_cached, pop_hooks, push_hooks, refuses_hooks
 from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
 from ckptdeco.errors import UncheckpointableError
 from ckptdeco.schedule.actions import Action
@@ -243,6 +244,10 @@ def run(
     state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
     surprise = learn(call, protection, tensors, versions, written, state) or surprise
     surprise = _learn_objects(protection, objects) or surprise
+    if are_weights_cached() and any(
+        isinstance(m, ParametrizationList) for snap in call.snapshots for m in snap.modules
+    ):
+        surprise = "its weights are computed once for several calls (parametrize.cached)"
     buffers = _own_buffers(trees)
     n_dropped = 0
     shapes = tuple([t.shape for t in tensors])
@@ -314,6 +319,10 @@ def _trees(info: LayerInfo, layer: Any, body: Any, inputs: Inputs) -> list[tuple
             if module is not layer and tree is not None:
                 trees.append((tree, module))
     return trees
+
+
+def _has_parametrised_weights(call: Call) -> bool:
+    return any(isinstance(module, ParametrizationList) for snapshot in call.snapshots for module in snapshot.modules)
 
 
 def _own_buffers(trees: list[tuple[ModuleTree, nn.Module]]) -> set[int]:

@@ -136,6 +136,8 @@ class Probe:
             # The first test is of what `is_parameter` tells, without its frame.
             is_alive = (type(value) is not Tensor or value._is_view()) and is_parameter(value)
             if is_alive or (buffers and id(value) in buffers):
+                if not is_alive:  # an error shall name the layer
+                    saved.call, saved.index = call, index
                 if value.grad_fn is not None:  # alive anyway, with its version (R8)
                     saved.value = value.detach()
                 slots.append(None)

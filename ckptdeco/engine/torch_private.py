@@ -17,13 +17,16 @@ import torch
 import torch.nn.modules.module as _module
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "HOOK_ATTRIBUTES",
+    "NUMERICS",
     "TorchDispatchMode",
+    "are_weights_cached",
     "at_end_of_backward",
     "attention_backends",
     "checkpoint_switches",
@@ -239,3 +242,49 @@ def mark_of_generator(generator: torch.Generator) -> Callable[[], Any] | None:
         return head.raw
 
     return mark
+
+
+def are_weights_cached() -> bool:
+    """Whether parametrised weights are computed once and then kept, by `torch.nn.utils.parametrize.cached`."""
+    return parametrize._cache_enabled > 0
+
+
+_c: Any = torch._C
+_OPERATORS = ("matmul", "conv", "rnn")
+_SMALLEST = 5e-324
+
+
+def _precision() -> tuple[str | None, ...]:
+    """How exactly products of float32 are computed, on the CPU."""
+    read = _c._get_fp32_precision_getter
+    try:
+        overall = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set for each backend by itself
+        overall = None
+    return overall, read("mkldnn", "matmul"), read("mkldnn", "conv"), read("mkldnn", "rnn")
+
+
+def _set_precision(state: tuple[str | None, ...]) -> None:
+    if state[0] is not None:
+        torch.set_float32_matmul_precision(state[0])
+    for operator, wanted in zip(_OPERATORS, state[1:], strict=True):
+        if _c._get_fp32_precision_getter("mkldnn", operator) != wanted:
+            _c._set_fp32_precision_setter("mkldnn", operator, wanted)
+
+
+def _keeps_denormals() -> bool:
+    """Whether this thread computes with numbers too small to be normal; there is no other way to ask."""
+    return _SMALLEST * 1.0 != 0.0
+
+
+def _keep_denormals(wanted: bool) -> None:
+    torch.set_flush_denormal(not wanted)
+
+
+#: Switches of the process that change what the CPU computes: how each is read, and how it is set.
+NUMERICS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (_precision, _set_precision),
+    (_c._get_mkldnn_enabled, _c._set_mkldnn_enabled),
+    (_c._get_mkldnn_deterministic, _c._set_mkldnn_deterministic),
+    (_keeps_denormals, _keep_denormals),
+)

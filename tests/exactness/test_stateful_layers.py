@@ -374,3 +374,24 @@ def test_observers_and_fake_quantisation_switched_between_passes(same: Any) -> N
 @pytest.mark.filterwarnings("ignore")
 def test_observers_and_fake_quantisation(same: Any) -> None:
     same(lambda: Stack([Wraps(_quantised()) for _ in range(5)]), all_flights, steps=2)
+
+
+class Scales(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("scale", torch.ones(DIM))
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def test_buffer_that_backward_needs_and_others_write_is_an_error_that_names_the_layer(scheduled: Any) -> None:
+    model = Stack([Scales() for _ in range(5)])
+    for _ in range(3):
+        with scheduled():
+            loss = total(model(batch()))
+        model.layers[0].scale.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*(layers\.0|\[torch)"):
+            loss.backward()

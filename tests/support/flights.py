@@ -86,3 +86,8 @@ FLIGHTS = (one_pass, two_in_flight, three_in_flight, backward_twice, forward_wit
 def all_flights(model: nn.Module, inputs: Any, under: Under) -> Any:
     """One after the other: one pass, several in flight, backward twice, a forward without backward."""
     return [flight(model, inputs, under) for flight in FLIGHTS]
+
+
+def training_flights(model: nn.Module, inputs: Any, under: Under) -> Any:
+    """The same without the forward in which grad is off."""
+    return [flight(model, inputs, under) for flight in FLIGHTS[:-1]]

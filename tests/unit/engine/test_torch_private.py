@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 from ckptdeco.engine import torch_private
 from ckptdeco.engine.torch_private import (
     HOOK_ATTRIBUTES,
+    NUMERICS,
     TorchDispatchMode,
+    are_weights_cached,
     at_end_of_backward,
     attention_backends,
     checkpoint_switches,
@@ -398,3 +400,33 @@ def test_with_grad_switches_grad_on_and_back(before):
         with pytest.raises(KeyError), with_grad():
             raise KeyError
         assert torch.is_grad_enabled() is before
+
+
+def test_weights_are_cached_within_the_context_only() -> None:
+    assert not are_weights_cached()
+    with torch.nn.utils.parametrize.cached():
+        assert are_weights_cached()
+    assert not are_weights_cached()
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_numerics_read_and_set_what_the_public_switches_do() -> None:
+    def read() -> list[object]:
+        return [get() for get, _ in NUMERICS]
+
+    before = read()
+    torch.set_float32_matmul_precision("medium")
+    torch.set_flush_denormal(True)
+    try:
+        with torch.backends.mkldnn.flags(enabled=False):
+            seen = read()
+            for (_, turn), value in zip(NUMERICS, before, strict=True):
+                turn(value)
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert float(torch.tensor(1e-40) * 1e38) > 0
+            assert torch.backends.mkldnn.enabled
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_flush_denormal(False)
+    assert read()[1:] == before[1:]
+    assert [a != b for a, b in zip(seen, before, strict=True)] == [True, True, False, True]
