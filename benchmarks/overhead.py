@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models import Call, Chain, TinyLayer, plain_call, torch_per_layer
-from ckptdeco.demo.timing import gc_paused, interleaved, median_difference
+from benchmarks.models import Block, Call, Chain, TinyLayer, plain_call, torch_per_layer
+from ckptdeco.demo.timing import gc_paused, interleaved, median_difference, median_ratio
 from ckptdeco.planning.meter import ActivationMeter
 
 INACTIVE_BOUND_US = 1.0
@@ -197,6 +197,33 @@ def inactive_report(n_rounds: int, n_calls: int = 2000) -> str:
     return "\n".join(lines)
 
 
+def values_report(n_rounds: int, *, n_layers: int = 4, width: int = 256, length: int = 128) -> str:
+    """What comparing the values of all saved tensors in every recompute costs with layers of a useful size."""
+    try:
+        import ckptdeco
+
+        policies = {
+            "plain": PLAIN,
+            "segment=1": ckptdeco.policy(segment=1),
+            'segment=1, determinism_check="values"': ckptdeco.policy(segment=1, determinism_check="values"),
+        }
+    except (ImportError, AttributeError) as error:
+        return f"Comparing values: cannot be measured, {error}"
+    torch.manual_seed(0)
+    block = decorated(Block)
+    model = Chain(block(width, 4) for _ in range(n_layers))
+    x = torch.randn(4, length, width)
+    steps = {name: partial(_step, model, x, policy=policy) for name, policy in policies.items()}
+    elapsed_s = interleaved(steps, n_rounds, n_warmup=3)
+    lines = [f"Comparing values: {n_layers} transformer blocks of width {width}, batch 4, {length} tokens"]
+    for name, values in elapsed_s.items():
+        ratio = median_ratio(values, elapsed_s["segment=1"])
+        lines.append(
+            f"  {name:<40} {statistics.median(values) / n_layers * 1e3:>8.2f} ms a layer  {ratio:>5.2f} of segment=1"
+        )
+    return "\n".join(lines)
+
+
 def profile_report(name: str, n_layers: int, width: int, n_steps: int = 20) -> None:
     """Print the functions one row spends its own time in."""
     step = make_variants(n_layers, width)[0][name].step
@@ -222,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         profile_report(options.profile, options.layers, options.width)
         return
     print(inactive_report(options.rounds), end="\n\n")
-    print(active_report(options.layers, options.width, options.rounds))
+    print(active_report(options.layers, options.width, options.rounds), end="\n\n")
+    print(values_report(max(options.rounds // 4, 3)))
 
 
 if __name__ == "__main__":

@@ -163,11 +163,11 @@ class Probe:
             return
         if self.values:
             protection.structures.add(structure)
-        elif structure in protection.structures:
-            return
-        else:
+        elif structure not in protection.structures:
             call.structure = structure
             call.is_checked = call.options.determinism_check != "none"
+        elif not call.is_checked:
+            return
         for saved, value in dropped:
             saved.values = fingerprint(value)
             if self.values and saved.values not in (None, self.values[saved.index]):
