@@ -298,6 +298,8 @@ def _hold(value: Any) -> Any:
 
 def _learn_objects(protection: Protection, objects: list[tuple[Any, Any]]) -> str:
     """Whether the call used up or changed an object that it was given."""
+    if not objects:
+        return ""
     if any(isinstance(value, Iterator) for value, _ in objects):
         return "it was given an iterator"
     if protection.mutates_arguments:

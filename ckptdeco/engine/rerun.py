@@ -102,6 +102,8 @@ def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
             push_hooks(run.pack, run.unpack)
             try:
                 args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
+                if run.trace is not None:
+                    run.trace.operators.clear()  # those that made the inputs are not the layer's
                 result = call.context.copy().run(run.body, *args, **kwargs)
             finally:
                 pop_hooks()
