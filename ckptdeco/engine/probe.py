@@ -94,7 +94,7 @@ class Probe:
 
     def pack(self, tensor: Tensor) -> Saved:
         """The hook: hold the tensor in a slot."""
-        saved = Saved()  # as `hold`, of which a frame for each tensor would take 1 µs a call
+        saved = Saved()  # a constructor in Python would take 1 µs a call
         saved.value = tensor
         saved.version = tensor._version
         saved.task = NO_TASK

@@ -13,7 +13,7 @@ from ckptdeco.errors import ModifiedTensorError
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
 
-__all__ = ["MODIFIED", "NO_TASK", "Saved", "hold", "is_parameter", "modified", "unpack"]
+__all__ = ["MODIFIED", "NO_TASK", "Saved", "is_parameter", "modified", "unpack"]
 
 
 NO_TASK = -2  # no backward pass has this id
@@ -58,15 +58,6 @@ class Saved:
             return None
         shape, dtype, device = self.meta
         return torch.empty(0, dtype=dtype, device=device).set_(storage, handed[1], shape, handed[2])
-
-
-def hold(value: Tensor) -> Saved:
-    """A slot that holds `value`."""  # a constructor would be one more frame: 0.18 µs instead of 0.11
-    saved = Saved()
-    saved.value = value
-    saved.version = value._version
-    saved.task = NO_TASK
-    return saved
 
 
 def is_parameter(tensor: Tensor) -> bool:

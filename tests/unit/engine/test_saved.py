@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from ckptdeco.engine.saved import NO_TASK, hold, is_parameter, unpack
+from ckptdeco.engine.probe import Probe
+from ckptdeco.engine.saved import NO_TASK, is_parameter, unpack
 from ckptdeco.errors import ModifiedTensorError
 
 
 def test_held_tensor_is_given_back() -> None:
     value = torch.randn(3)
-    saved = hold(value)
+    saved = Probe().pack(value)
     assert saved.task == NO_TASK
     assert unpack(saved) is value
     assert saved.task != NO_TASK  # read while it was held
@@ -21,7 +22,7 @@ def test_held_tensor_is_given_back() -> None:
 def test_held_tensor_that_was_changed_raises() -> None:
     """R21."""
     value = torch.randn(3)
-    saved = hold(value)
+    saved = Probe().pack(value)
     value.add_(1)
     with pytest.raises(ModifiedTensorError, match="modified by an inplace operation"):
         unpack(saved)
@@ -46,7 +47,7 @@ def test_parameters_and_their_views_are_alive_anyway(tensor: torch.Tensor, expec
 def test_handed_out_tensor_is_found_while_it_lives() -> None:
     """R31."""
     value = torch.randn(4, 6).t()[1:, ::2]
-    saved = hold(value)
+    saved = Probe().pack(value)
     saved.meta = value.shape, value.dtype, value.device
     assert saved.handed_out() is None
     saved.remember(value)
