@@ -128,5 +128,13 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "-m", "tests.fuzz.run", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
+@nox.session
+def faults(session: nox.Session) -> None:
+    """An exception at every point of a training step, and long runs of many threads; for nights."""
+    install(session, "-e", ".[test]")
+    environment = {"CKPTDECO_FAULTS": "all", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "pytest", "tests/faults", *(session.posargs or ["-n", "auto"]), env=environment)
+
+
 if __name__ == "__main__":
     sys.exit("run `nox -l`")

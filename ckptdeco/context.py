@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,23 +126,42 @@ def active() -> Entry | None:
 def push(policy: Any) -> Entry:
     """Makes `policy` the active one and returns its new entry."""
     entry = Entry(policy, _living(_top.get()))
-    if entry.is_on:
-        entry.thread = threading.get_ident()
-        if not elsewhere.active:
-            elsewhere.n_missed.clear()
-        elsewhere.active.append(entry.thread)
-    _top.set(entry)
+    try:
+        if entry.is_on:
+            entry.thread = threading.get_ident()
+            if not elsewhere.active:
+                elsewhere.n_missed.clear()
+            elsewhere.active.append(entry.thread)
+        _top.set(entry)
+        return entry
+    except BaseException:  # an interrupt: it is not entered
+        remove(entry)
+        raise
+
+
+def find(policy: Any) -> Entry | None:
+    """The topmost living entry of `policy`; None if this context has none."""
+    entry = _living(_top.get())
+    while entry is not None and entry.policy is not policy:
+        entry = _living(entry.parent)
     return entry
 
 
 def pop(policy: Any) -> Entry | None:
     """Leaves the topmost living entry of `policy` and returns it; None if this context has none."""
-    entry = _living(_top.get())
-    while entry is not None and entry.policy is not policy:
-        entry = _living(entry.parent)
-    if entry is not None:
-        remove(entry)
-    return entry
+    left: list[Entry] = []
+    leave(policy, left)
+    return left[0] if left else None
+
+
+def leave(policy: Any, left: list[Entry]) -> None:
+    """Leaves the topmost living entry of `policy`, and appends it to `left`; called again, leaves the one there."""
+    if not left:
+        entry = find(policy)
+        if entry is None:
+            return
+        left.append(entry)
+    remove(left[0])
 
 
 def remove(entry: Entry) -> None:
@@ -160,18 +179,9 @@ def at_leave(callback: Callable[[], None]) -> None:
     _at_leave.append(callback)
 
 
-def replace(entry: Entry | None) -> Token[Entry | None]:
-    """Makes `entry` the active one until `restore` gets the token; None switches policies off inside a decorated call.
-
-    Cost:
-        Compute: one write of a context variable.
-    """
-    return _top.set(entry)
-
-
-def restore(token: Token[Entry | None]) -> None:
-    """Undoes `replace`; an entry that was left meanwhile stays dead."""
-    _top.reset(token)
+#: Makes an entry the innermost one: inside a decorated call None, which switches policies off, and afterwards the one
+#: that was innermost before; it stays dead if it was left meanwhile. One C call, which no interrupt can divide.
+replace = _top.set
 
 
 class Within:
@@ -185,11 +195,15 @@ class Within:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function."""
-        token = replace(self.entry)
+        before = innermost()
         try:
-            return self.function(*args, **kwargs)
-        finally:
-            restore(token)
+            replace(self.entry)
+            result = self.function(*args, **kwargs)
+            replace(before)
+        except BaseException:  # not `finally`, which an interrupt may skip
+            replace(before)
+            raise
+        return result
 
 
 # ---- functions that run under a policy
@@ -231,8 +245,10 @@ def _function(function: Callable[..., Any], policy: Any, check: Callable[[Entry]
         entry = push(policy)
         try:
             result = function(*args, **kwargs)
-        finally:
             remove(entry)
+        except BaseException:  # not `finally`, which an interrupt may skip
+            remove(entry)
+            raise
         check(entry)
         return result
 
@@ -244,8 +260,10 @@ def _coroutine(function: Callable[..., Any], policy: Any, check: Callable[[Entry
         entry = push(policy)
         try:
             result = await function(*args, **kwargs)
-        finally:
             remove(entry)
+        except BaseException:  # not `finally`, which an interrupt may skip
+            remove(entry)
+            raise
         check(entry)
         return result
 

@@ -23,6 +23,7 @@ from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
 from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
 from ckptdeco.engine.layer import LayerInfo, layer_info
+from ckptdeco.engine.overlap import run_in_window
 from ckptdeco.engine.passes import current_log
 from ckptdeco.engine.pending import forget
 from ckptdeco.engine.record import PassLog, Record
@@ -271,7 +272,7 @@ def _call(
     record.input_bytes = sum([t.nbytes for t in inputs.tensors if t.grad_fn is not None])
     log.records.append(record)
     if action is Action.SAVE:
-        result = body(*args, **kwargs)
+        result = run_in_window(body, args, kwargs)
         _stamp(result, chain, position)
     else:
         result = run(
@@ -335,7 +336,7 @@ def _run_unmatched(entry: context.Entry, body: context.Within, inputs: Inputs, c
     """Run a layer that `only=` or `skip=` leaves out; chains go on through it."""
     if entry.unmatched_backward and not entry.n_matched:
         entry.policy._check_matched(entry)
-    result = body(*inputs.args, **inputs.kwargs)
+    result = run_in_window(body, inputs.args, inputs.kwargs)
     _stamp(result, chain, upstream.position)
     if not entry.n_matched:  # find out when the pass is over: its backward has begun
         for output in tensors_in(result)[:1]:

@@ -13,8 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import TracebackType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptdeco import context
 from ckptdeco.errors import PolicyError
@@ -158,15 +157,17 @@ class Policy:
     # ---- context manager and decorator
 
     def __enter__(self: P) -> P:
-        context.push(self)
-        return self
+        return cast("P", context.push(self).policy)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        entry = context.pop(self)
-        if kind is None and entry is not None:
-            self._check_matched(entry)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        left: list[context.Entry] = []
+        try:
+            context.leave(self, left)
+        except BaseException:  # an interrupt: to leave once more does no harm
+            context.leave(self, left)
+            raise
+        if kind is None and left:
+            self._check_matched(left[0])
 
     def __call__(self, function: F) -> F:
         """Decorates a function, coroutine function, generator function or async generator function."""

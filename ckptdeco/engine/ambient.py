@@ -8,8 +8,8 @@ Context variables are captured, too, as one `contextvars.Context`; a recompute r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ def enter(stack: ExitStack, state: Ambient, devices: Devices, *, with_dispatch_m
     for kind, autocast_dtype, cache in autocast:
         stack.enter_context(torch.autocast(kind, dtype=autocast_dtype, cache_enabled=cache))
     if torch.get_default_dtype() is not dtype:
-        stack.enter_context(_default_dtype(dtype))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
     for switch, wanted in zip((*_NUMERICS, *_ATTENTION), (*numerics, *attention), strict=True):
         _turn(stack, switch, wanted)
     early_stop, debug = checkpoint_switches()
@@ -133,13 +134,3 @@ def _turn(stack: ExitStack, switch: Switch, wanted: Any) -> None:
     if present != wanted:
         stack.callback(turn, present)
         turn(wanted)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -30,6 +30,7 @@ from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.hooks import Hooks, listen
 from ckptdeco.engine.kept import Kept
 from ckptdeco.engine.layer import LayerInfo, Protection, layer_info
+from ckptdeco.engine.overlap import Window
 from ckptdeco.engine.probe import Probe, learn, versions_of
 from ckptdeco.engine.record import Record
 from ckptdeco.engine.rerun import traced
@@ -188,10 +189,10 @@ def run(
     if info.tree is None:  # one function for many layers, as `lambda x: layer(x)` in a loop
         kind += tuple([(weakref.ref(root), root.training) for _, root in trees])
     protection = info.protection(kind)
-    protection.n_calls += 1
     if protection.witnesses:
         learn_changes(protection)
-    is_due = protection.is_check_due() or options.determinism_check == "values"
+    is_first = protection.is_check_due()
+    is_due = is_first or options.determinism_check == "values"
     check = is_due and options.determinism_check != "none"
 
     call = Call(body, inputs, info, protection)
@@ -204,6 +205,7 @@ def run(
     before = [tree.buffer_values() if is_due else None for tree, _ in trees]
     versions = versions_of(tensors)
     values = [fingerprint(tensor) for tensor in tensors] if is_due else []
+    window = Window()
     if options.preserve_rng_state:
         call.watch = _watch_randomness(call, inputs, is_due)
 
@@ -213,18 +215,64 @@ def run(
     pack = probe.pack_checked if protection.is_check_due() else probe.pack
     call.is_checked = check
     listener = listen(call.snapshots, probe, is_due, protection.hooks_take_part)
-    running.frame = Frame(call.decisions, again=False)
     try:
+        window.open()
+        running.frame = Frame(call.decisions, again=False)
         push_hooks(pack, unpack)
-        try:
-            if listener is None and not options.debug:
+        if listener is None and not options.debug:
+            result = body(*inputs.args, **inputs.kwargs)
+        else:
+            with listener or nullcontext(), traced(call) if options.debug else nullcontext():
                 result = body(*inputs.args, **inputs.kwargs)
-            else:
-                with listener or nullcontext(), traced(call) if options.debug else nullcontext():
-                    result = body(*inputs.args, **inputs.kwargs)
-        finally:
-            pop_hooks()
-    except BaseException as error:
+        pop_hooks(pack)
+        running.frame = frame
+        if listener is not None:
+            call.hooks = listener.finish()
+            protection.hooks_take_part |= listener.took_part
+        surprise = "" if call.watch is None else call.watch.end()
+        if window.close() and call.watch is not None and (window.is_rewound or call.watch.shares_draws()):
+            surprise = "another thread ran a layer at the same time, and numbers were drawn"
+        written = {i for i, value in enumerate(values) if fingerprint(tensors[i]) != value}
+        state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
+        surprise = learn(call, protection, tensors, versions, written, state) or surprise
+        surprise = _learn_objects(protection, objects) or surprise
+        if are_weights_cached() and any(
+            isinstance(m, ParametrizationList) for snap in call.snapshots for m in snap.modules
+        ):
+            surprise = "its weights are computed once for several calls (parametrize.cached)"
+        buffers = _own_buffers(trees)
+        n_dropped = 0
+        shapes = tuple([t.shape for t in tensors])
+        n_bytes = protection.sizes.get(shapes)
+        if n_bytes is None:
+            n_bytes = protection.sizes[shapes] = probe.n_bytes(buffers)
+        if surprise:
+            probe.keep_all()
+            record.store(surprise)
+        else:
+            if is_first or protection.changed_later:
+                copy_unsaved(call, tensors, probe.storages(), is_first)
+            n_dropped = probe.drop(call, buffers)
+            record.measure(call.sources if n_dropped else [], n_bytes)
+        record.log.note(call)
+        outputs = tensors_in(result)
+        if is_due and n_dropped:
+            if not protection.has_custom_functions:
+                nodes = nodes_between(outputs, tensors)
+                protection.has_custom_functions = any(isinstance(node, BackwardCFunction) for node in nodes)
+            call.outputs = [*map(fingerprint, outputs)]
+        if chain is not None:  # the calls of the drop-in are in none
+            stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)
+            if check and n_dropped:
+                for stamp in stamps:
+                    stamp.values = call.outputs[stamp.index]
+        protection.n_calls += 1
+    except BaseException as error:  # not `finally`: see undo.py
+        running.frame = frame
+        window.close()
+        pop_hooks(pack)
+        if listener is not None:
+            listener.leave()
         probe.keep_all()
         if isinstance(error, RuntimeError) and refuses_hooks(error):
             raise UncheckpointableError(
@@ -234,48 +282,6 @@ def run(
                 "leave the layer out, policy(..., skip=...), or use torch.autograd.grad in it.",
             ) from error
         raise
-    finally:
-        running.frame = frame
-
-    if listener is not None:
-        call.hooks = listener.finish()
-        protection.hooks_take_part |= listener.took_part
-    surprise = "" if call.watch is None else call.watch.end()
-    written = {i for i, value in enumerate(values) if fingerprint(tensors[i]) != value}
-    state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
-    surprise = learn(call, protection, tensors, versions, written, state) or surprise
-    surprise = _learn_objects(protection, objects) or surprise
-    if are_weights_cached() and any(
-        isinstance(m, ParametrizationList) for snap in call.snapshots for m in snap.modules
-    ):
-        surprise = "its weights are computed once for several calls (parametrize.cached)"
-    buffers = _own_buffers(trees)
-    n_dropped = 0
-    shapes = tuple([t.shape for t in tensors])
-    n_bytes = protection.sizes.get(shapes)
-    if n_bytes is None:
-        n_bytes = protection.sizes[shapes] = probe.n_bytes(buffers)
-    if surprise:
-        probe.keep_all()
-        record.store(surprise)
-    else:
-        is_first = protection.is_check_due()
-        if is_first or protection.changed_later:
-            copy_unsaved(call, tensors, probe.storages(), is_first)
-        n_dropped = probe.drop(call, buffers)
-        record.measure(call.sources if n_dropped else [], n_bytes)
-    record.log.note(call)
-    outputs = tensors_in(result)
-    if is_due and n_dropped:
-        if not protection.has_custom_functions:
-            nodes = nodes_between(outputs, tensors)
-            protection.has_custom_functions = any(isinstance(node, BackwardCFunction) for node in nodes)
-        call.outputs = [*map(fingerprint, outputs)]
-    if chain is not None:  # the calls of the drop-in are in none
-        stamps = stamp_outputs(outputs, call if n_dropped else None, chain, position, frame)
-        if check and n_dropped:
-            for stamp in stamps:
-                stamp.values = call.outputs[stamp.index]
     return result
 
 

@@ -17,6 +17,7 @@ from ckptdeco.errors import SavedTensorMismatch, StaleGraphError, TensorMeta
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.saved import Saved
+    from ckptdeco.engine.streams import Stream
 
 __all__ = ["Rerun", "Stop", "Waiting", "tensor_mismatch"]
 
@@ -62,6 +63,7 @@ class Rerun:
         "fills_memory",
         "has_inner_backward",
         "has_modes",
+        "is_disturbed",
         "last",
         "n",
         "packed",
@@ -83,7 +85,8 @@ class Rerun:
         self.has_inner_backward = call.has_inner_backward
         self.fills_memory = False
         self.has_modes = True  # the dispatch modes of forward, if they are not active now
-        self.drew = False  # from a stream that forward did not draw from
+        self.drew: list[Stream] = []  # streams that forward did not draw from
+        self.is_disturbed = False  # another thread drew from a stream that it uses
         self.stop = Stop if call.hooks is None or not call.hooks.took_part else _StopThroughHooks
         self.stopped = False
         self.trace: Trace | None = None

@@ -9,30 +9,45 @@ what the other needs (R35).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from operator import methodcaller
+from typing import ParamSpec, TypeVar
 
 from ckptdeco.errors import RecomputeError
 
 __all__ = ["one_at_a_time"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _PATIENCE_S = 600.0
 _turn = threading.RLock()
+_release = methodcaller("release")
 
 
-class one_at_a_time:  # a context manager; written as a generator it would take 1 µs more
-    """Wait for other threads' recomputes to end. An error, rather than a deadlock, if that takes ten minutes."""
+def one_at_a_time(label: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` when other threads' recomputes have ended.
 
-    __slots__ = ("label",)
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def __enter__(self) -> None:
-        if not (_turn.acquire(blocking=False) or _turn.acquire(timeout=_PATIENCE_S)):
+    An error, rather than a deadlock, if that takes ten minutes.
+    """
+    taken: list[bool] = []
+    try:
+        # One C call takes the turn and notes that it is taken: no interrupt comes in between.
+        taken.extend(map(_turn.acquire, (True,), (_PATIENCE_S,)))
+        if not taken[0]:
             raise RecomputeError(
-                self.label,
+                label,
                 f"waited {_PATIENCE_S:.0f} s for the recompute of another thread, which may wait for this one",
                 "do not wait for another thread's backward inside a checkpointed layer.",
             )
+        result = function(*args, **kwargs)
+        _give_back(taken)
+    except BaseException:  # not `finally`: see undo.py
+        _give_back(taken)
+        raise
+    return result
 
-    def __exit__(self, *exc: object) -> None:
-        _turn.release()
+
+def _give_back(taken: list[bool]) -> None:
+    if taken == [True]:
+        taken.extend(map(_release, (_turn,)))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ctypes import string_at
+from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import running
 from ckptdeco.engine.torch_private import HOOK_ATTRIBUTES, global_module_hooks
 from ckptdeco.engine.tree import tensors_in
+from ckptdeco.engine.undo import Undo
 
 if TYPE_CHECKING:
     from ckptdeco.engine.probe import Probe
@@ -35,37 +37,38 @@ _Dictionary = dict[int, Any]
 class _Spy:
     """Stands for a hook in its dictionary while layer calls run; lets it through on threads that run none."""
 
-    __slots__ = ("hook", "n_users")
+    __slots__ = ("hook", "users")
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
-        self.n_users = 0
+        self.users: set[int] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         listener = running.listener
         return self.hook(*args, **kwargs) if listener is None else listener.hear(self.hook, args, kwargs)
 
 
+_Placed = list[tuple[_Dictionary, int, _Spy]]
+
 _turn = threading.Lock()  # held while spies come and go, never while user code runs (R35)
 
 
-def _install(dictionaries: Iterable[_Dictionary]) -> list[tuple[_Dictionary, int, _Spy]]:
-    placed = []
+def _install(dictionaries: Iterable[_Dictionary], placed: _Placed) -> None:
     with _turn:
         for hooks in dictionaries:
             for key, hook in list(hooks.items()):
                 spy = hook if isinstance(hook, _Spy) else _Spy(hook)
-                spy.n_users += 1
                 placed.append((hooks, key, spy))
+                spy.users.add(id(placed))
                 hooks[key] = spy
-    return placed
 
 
-def _remove(placed: list[tuple[_Dictionary, int, _Spy]]) -> None:
+def _remove(placed: _Placed) -> None:
+    """The undo of `_install`; may be called again."""
     with _turn:
         for hooks, key, spy in placed:
-            spy.n_users -= 1
-            if spy.n_users == 0 and hooks.get(key) is spy:
+            spy.users.discard(id(placed))
+            if not spy.users and hooks.get(key) is spy:
                 hooks[key] = spy.hook
 
 
@@ -109,15 +112,19 @@ class Listener:
         self.is_close = is_close  # whether to look at module state and values, too
         self.took_part = False
         self.ranges: list[tuple[int, int]] = []  # of saved tensors that belong to hooks
-        self.placed: list[tuple[_Dictionary, int, _Spy]] = []
+        self.placed: _Placed = []
+        self.outer = running.listener
 
     def __enter__(self) -> Listener:
-        self.outer = running.listener
-        self.placed = _install(_dictionaries(self.snapshots))
+        _install(_dictionaries(self.snapshots), self.placed)
         running.listener = self
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """The forward is over; may be called again."""
         running.listener = self.outer
         _remove(self.placed)
         if isinstance(self.outer, Listener):  # a layer call inside another
@@ -192,30 +199,22 @@ def _has_hooks(snapshots: list[Snapshot]) -> bool:
     return any(global_module_hooks()) or any(any(snapshot.hooks) for snapshot in snapshots)
 
 
-def put_back(hooks: Hooks | None, snapshots: list[Snapshot]) -> Callable[[], None] | None:
-    """For a recompute: no hooks if those of forward only watched, else those of forward. Returns the undo, if any."""
+def put_back(undo: Undo, hooks: Hooks | None, snapshots: list[Snapshot]) -> None:
+    """For a recompute: no hooks if those of forward only watched, else those of forward."""
     if hooks is None and not _has_hooks(snapshots):
-        return None
-    undo: list[tuple[Any, str, Any]] = []
-    outer = running.listener
-    placed: list[tuple[_Dictionary, int, _Spy]] = []
-
-    def leave() -> None:
-        running.listener = outer
-        _remove(placed)
-        for module, name, value in undo:
-            module.__dict__[name] = value
-
+        return
+    undo.append(partial(setattr, running, "listener", running.listener))
     if hooks is None or not hooks.took_part:
-        placed += _install(_dictionaries(snapshots))
+        placed: _Placed = []
+        undo.append(partial(_remove, placed))
+        _install(_dictionaries(snapshots), placed)
         running.listener = _SILENCE
-        return leave
+        return
     running.listener = None
     modules = [module for snapshot in snapshots for module in snapshot.modules]
     for module, copies in zip(modules, hooks.by_module, strict=True):
         for name, wanted in copies.items():
             present = module.__dict__[name]
             if list(present) != list(wanted) or not all(map(is_, present.values(), wanted.values())):
-                undo.append((module, name, present))
+                undo.append(partial(module.__dict__.__setitem__, name, present))
                 module.__dict__[name] = OrderedDict(wanted)
-    return leave

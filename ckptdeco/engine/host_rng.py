@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from ckptdeco.engine.overlap import rewinds
 from ckptdeco.engine.streams import OfGenerator, Stream, comparable
 from ckptdeco.engine.torch_private import mark_of_generator
 
-__all__ = ["Seen", "global_streams", "look"]
+__all__ = ["CPU", "Seen", "global_streams", "look"]
 
 _HEAD = object.__basicsize__  # bytes before an object's own fields
 _N_WORDS = 624
@@ -127,9 +128,9 @@ def _cpu_mark() -> Callable[[], Any]:
     return mark_of_generator(generator) or in_full if len(seen) == 5 else in_full
 
 
-_CPU: Stream = _Global(_cpu_mark(), torch.default_generator.get_state, torch.default_generator.set_state)
+CPU: Stream = _Global(_cpu_mark(), torch.default_generator.get_state, torch.default_generator.set_state)
 _PYTHON: Stream = _Global(_python_mark(), random.getstate, random.setstate)
-_streams: tuple[Stream, ...] = (_CPU, _PYTHON)
+_streams: tuple[Stream, ...] = (CPU, _PYTHON)
 
 
 def global_streams() -> tuple[Stream, ...]:
@@ -139,7 +140,7 @@ def global_streams() -> tuple[Stream, ...]:
         module: Any = sys.modules["numpy.random"]
         if hasattr(module, "set_state"):  # else it is being imported
             numpy = _Global(_numpy_mark(module), lambda: module.get_state(legacy=False), module.set_state)
-            _streams = (_CPU, _PYTHON, numpy)
+            _streams = (CPU, _PYTHON, numpy)
     return _streams
 
 
@@ -162,6 +163,7 @@ def look() -> Seen:
     global _last
     streams = global_streams()
     last = _last
+    before = rewinds.of_others(0)
     marks = [stream.mark() for stream in streams]
     while marks != last.marks:
         known = dict(zip(last.streams, zip(last.marks, last.states, strict=True), strict=True))
@@ -169,6 +171,8 @@ def look() -> Seen:
         for stream, mark in zip(streams, marks, strict=True):
             found = known.get(stream)
             states.append(stream.get() if found is None or found[0] != mark else found[1])
-        _last = last = Seen(streams, marks, states)
+        last = Seen(streams, marks, states)
         marks = [stream.mark() for stream in streams]  # once more, in case another thread drew in between
+    if not before[1] and rewinds.of_others(0) == before:  # else a state may be another than at its mark
+        _last = last
     return last

@@ -17,7 +17,7 @@ from torch import Tensor
 from ckptdeco.engine.running import Frame
 from ckptdeco.engine.torch_private import has_saved_tensor_hooks, is_inside_torch_checkpoint
 
-__all__ = ["Kept", "geometry", "keep"]
+__all__ = ["Changed", "Kept", "geometry", "keep"]
 
 
 class _Keep(torch.autograd.Function):
@@ -34,6 +34,10 @@ class _Keep(torch.autograd.Function):
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes `_Keep` leave a node even if the kept tensor needs no grad
+
+
+class Changed(RuntimeError):
+    """A kept tensor was changed in place since."""
 
 
 class Kept:
@@ -64,15 +68,21 @@ class Kept:
         """The tensor again; the object itself if it is a leaf that is still alive.
 
         Raises:
-            RuntimeError: it was changed in place since.
+            Changed: it was changed in place since.
         """
         alias = self.tensor
         if alias is None:
-            (alias,) = self.node.saved_tensors
+            try:
+                (alias,) = self.node.saved_tensors
+            except RuntimeError as error:
+                # Autograd's own; what a user's hook raises, or a recompute that the tensor asks for, passes through.
+                if type(error) is RuntimeError and "modified by an inplace operation" in str(error):
+                    raise Changed(str(error)) from error
+                raise
         elif alias.is_inference():
             return alias
         elif alias._version != self.version:
-            raise RuntimeError(f"is at version {alias._version}; expected version {self.version}")
+            raise Changed(f"is at version {alias._version}; expected version {self.version}")
         source = self.source()
         if source is not None and source.grad_fn is None and source._version == self.source_version:
             return source

@@ -50,7 +50,7 @@ class Protection:
     )
 
     def __init__(self) -> None:
-        self.n_calls = 0
+        self.n_calls = 0  # that came to their end: what a failed call did is not known
         self.mutated_inputs: frozenset[int] = frozenset()  # inputs changed in place: cloned first
         self.written_buffers: frozenset[BufferKey] = frozenset()  # buffers written: cloned first
         self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
@@ -70,8 +70,8 @@ class Protection:
         self.sizes: dict[Hashable, int] = {}  # bytes that a call saves, by the shapes of its inputs
 
     def is_check_due(self) -> bool:
-        """Whether this call is checked by value: the 1st, 2nd, 4th, 8th … (R12)."""
-        return self.n_calls & (self.n_calls - 1) == 0
+        """Whether the next call is checked by value: the 1st, 2nd, 4th, 8th … (R12)."""
+        return self.n_calls & (self.n_calls + 1) == 0
 
 
 class LayerInfo:

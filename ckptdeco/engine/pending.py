@@ -42,16 +42,17 @@ def note(task: int, call: Call) -> None:
 
 def _end(task: int) -> None:
     drop_leftover()
-    _, calls = _calls.pop(task, (0, []))
+    _, calls = _calls.get(task, (0, []))
     alive = [call for reference in calls if (call := reference()) is not None]
     last_walk = True
     for call in reversed(alive):
         call.rebuilt.pop(task, None)
         waiting = call.waiting.pop(task, None)
         if waiting and last_walk and not call.is_alone:
-            call.waiting[LEFTOVER] = waiting
             _leftover.append(weakref.ref(call))
+            call.waiting[LEFTOVER] = waiting
             last_walk = bool(call.references())  # a walk begins at the call whose inputs are all kept
+    _calls.pop(task, None)  # at last: `forget` finds what an interrupt left
 
 
 def drop_leftover() -> None:

@@ -145,7 +145,6 @@ class Probe:
                     saved.value = value.detach()
                 slots.append(None)
                 continue
-            saved.value = None
             saved.call = call
             saved.index = index
             shape, dtype = value.shape, value.dtype
@@ -156,6 +155,8 @@ class Probe:
             slots.append(weakref.ref(saved))
             dropped.append((saved, value))
         self._learn_values(call, (len(slots), *kinds), dropped)
+        for saved, _ in dropped:  # at last, so that a failure before finds everything as it was
+            saved.value = None
         self.saved = []
         return len(dropped)
 

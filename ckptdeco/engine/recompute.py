@@ -17,10 +17,11 @@ from ckptdeco.engine import pending, rng
 from ckptdeco.engine.collect import Waiting, tensor_mismatch
 from ckptdeco.engine.exclusive import one_at_a_time
 from ckptdeco.engine.groups import check_overlap, is_group, pass_id
-from ckptdeco.engine.kept import Kept
+from ckptdeco.engine.kept import Changed, Kept
+from ckptdeco.engine.overlap import Window, rewinds
 from ckptdeco.engine.rerun import run_again
 from ckptdeco.engine.saved import Saved, modified
-from ckptdeco.errors import CheckpointError, InputModifiedError, RecomputeError
+from ckptdeco.errors import InputModifiedError, RecomputeError
 from ckptdeco.schedule.actions import Action
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def _adopt_leftover(call: Call, task: int) -> Waiting | None:
     """Values that a backward pass which ended left (R26)."""
     waiting = call.waiting.pop(pending.LEFTOVER, None)
     if waiting is not None and task != -1:
-        call.waiting[task] = waiting
         pending.note(task, call)
+        call.waiting[task] = waiting
     return waiting
 
 
@@ -78,12 +79,11 @@ def _recompute(target: Call, task: int) -> Waiting:
     if target.devices:
         result = _run_and_restore(target, task, order, values)
     else:
-        with one_at_a_time(target.info.label):
-            result = _run_and_restore(target, task, order, values)
+        result = one_at_a_time(target.info.label, _run_and_restore, target, task, order, values)
     target.rebuilt.pop(task, None)  # calls are needed from the last to the first: nobody starts here again
     if task != -1:
-        target.waiting[task] = result
         pending.note(task, target)
+        target.waiting[task] = result
     else:  # not within a backward: nobody would tell when it ends
         for call in order:
             call.waiting.pop(task, None)
@@ -93,16 +93,28 @@ def _recompute(target: Call, task: int) -> Waiting:
 
 def _run_and_restore(target: Call, task: int, order: list[Call], values: _Values) -> Waiting:
     """Run the calls of a walk; leave the random number streams, and in case of an error everything, as they were."""
+    window = Window()
     before = _read_streams(order)
     try:
-        return _run_walk(target, task, order, values)
-    except BaseException:
+        window.open()
+        if before:
+            rewinds.begin()
+        result = _run_walk(target, task, order, values)
+        _restore(before, window)
+    except BaseException:  # not `finally`: see undo.py
+        _restore(before, window)
         for call in order:
             call.waiting.pop(task, None)
             call.rebuilt.pop(task, None)
         raise
-    finally:
+    return result
+
+
+def _restore(before: rng.Draws, window: Window) -> None:
+    if before:
         rng.restore(before)
+        rewinds.end()
+    window.close()
 
 
 def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Waiting:
@@ -135,8 +147,8 @@ def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Wa
                 values[id(call), index] = output.detach()
         del outputs
         if waiting is not None:
-            call.waiting[task] = waiting
             pending.note(task, call)
+            call.waiting[task] = waiting
     return result
 
 
@@ -178,7 +190,7 @@ def _walk(target: Call, task: int, values: _Values) -> list[Call]:
 def _boundary(reference: Any) -> Tensor | None:
     try:
         value: Tensor | None = reference.boundary()
-    except RuntimeError:
+    except Changed:
         return None  # a promoted output was changed since: its producer still gives the right value
     return value
 
@@ -208,9 +220,7 @@ def _inputs(call: Call, task: int, values: _Values, uses: dict[tuple[int, int], 
         if type(source) is Kept:
             try:
                 inputs.append(source.get())
-            except CheckpointError:  # of the call around this one, whose saved tensor the input is
-                raise
-            except RuntimeError as error:
+            except Changed as error:
                 raise InputModifiedError(
                     call.info.label,
                     call.input_name(i),
@@ -230,5 +240,5 @@ def _inputs(call: Call, task: int, values: _Values, uses: dict[tuple[int, int], 
 def _keep_again(call: Call, task: int, inputs: list[Tensor]) -> None:
     """Make the input of a call a boundary for the rest of this backward (levels)."""
     if task not in call.rebuilt:
-        call.rebuilt[task] = {i: inputs[i] for i, source in enumerate(call.sources) if type(source) is not Kept}
         pending.note(task, call)
+        call.rebuilt[task] = {i: inputs[i] for i, source in enumerate(call.sources) if type(source) is not Kept}

@@ -7,7 +7,9 @@ saved tensors are collected or let go at once.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+import time
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +20,21 @@ from ckptdeco.engine.attributes import as_non_leaf
 from ckptdeco.engine.changes import learn_changes
 from ckptdeco.engine.collect import Rerun, Stop, Waiting
 from ckptdeco.engine.fingerprint import is_noise
+from ckptdeco.engine.host_rng import CPU
+from ckptdeco.engine.overlap import disturbed, has_other_threads
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.torch_private import (
     fresh_memory_filled,
+    grad_mode,
     is_torch_function_on,
     pop_hooks,
     push_hooks,
+    set_grad_mode,
     torch_function_on,
-    with_grad,
 )
-from ckptdeco.engine.trace import Trace
+from ckptdeco.engine.trace import Draws, Trace
 from ckptdeco.engine.tree import rebuild_arguments, tensors_in
+from ckptdeco.engine.undo import Undo
 from ckptdeco.errors import (
     CheckpointError,
     ParameterModifiedError,
@@ -38,12 +44,13 @@ from ckptdeco.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.state import Snapshot
+    from ckptdeco.engine.streams import Stream
 
 __all__ = ["run_again", "traced"]
+
+_MAX_ATTEMPTS = 25  # while other threads draw
 
 
 def traced(call: Call) -> Trace:
@@ -74,9 +81,19 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     if modes and call.is_checked and waiting is not None and modes not in takes_part:
         takes_part[modes] = _do_modes_take_part(call, inputs)
     may_stop = is_target and call.options.early_stop and call.protection.is_stop_safe and call.structure is None
-    run = Rerun(call, waiting, may_stop)
-    run.has_modes = takes_part.get(modes, True)
-    outputs = _run(call, inputs, run)
+    watch = call.watch if call.watch is not None and call.watch.ends and has_other_threads() else None
+    for attempt in range(_MAX_ATTEMPTS):
+        run = Rerun(call, waiting, may_stop and watch is None)
+        run.has_modes = takes_part.get(modes, True)
+        outputs = _run(call, inputs, run)
+        if watch is None or not run.is_disturbed:
+            break
+        if waiting is not None and attempt < _MAX_ATTEMPTS - 1:
+            waiting.clear()
+        time.sleep(min(attempt, 20) / 1000)  # let the other thread come to the end of what it does
+    else:
+        if watch is not None and _draws(call, inputs, [stream for stream, _ in watch.moved]):
+            raise disturbed(call.info.label)
     suspects = run.verify()
     if run.drew:
         _confirm_draw(call, inputs)
@@ -87,37 +104,37 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
 
 def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
     """Run the call's forward under the hooks of `run`, in the surroundings and state of forward."""
-    leave_state: list[Callable[[], bool]] = []
     marks: list[Any] = []
-    surroundings = _surroundings(call, run)
-    outer = running.frame, running.recomputing
-    leave_hooks = None
+    undo = Undo()
     try:
-        leave_hooks = hooks.put_back(call.hooks, call.snapshots)
-        leave_state.extend(_put_back(call, snapshot) for snapshot in call.snapshots)
+        undo.append(partial(running.set, running.frame, running.recomputing))
+        undo.append(run.end)
+        hooks.put_back(undo, call.hooks, call.snapshots)
+        for snapshot in call.snapshots:
+            _put_back(call, snapshot, undo)
         if call.watch is not None:
             marks = call.watch.set_back()
-        running.frame, running.recomputing = Frame(call.decisions, again=True), True
-        with surroundings:
-            push_hooks(run.pack, run.unpack)
-            try:
-                args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
-                if run.trace is not None:
-                    run.trace.operators.clear()  # those that made the inputs are not the layer's
-                result = call.context.copy().run(run.body, *args, **kwargs)
-            finally:
-                pop_hooks()
-    except Stop:
-        result = None
-    finally:
-        running.frame, running.recomputing = outer
-        run.end()
-        if leave_hooks is not None:
-            leave_hooks()
-        has_stray = [leave() for leave in reversed(leave_state)]
+        try:
+            _enter_surroundings(call, run, undo)
+            args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
+            if run.trace is not None:
+                run.trace.operators.clear()  # those that made the inputs are not the layer's
+            running.set(Frame(call.decisions, again=True), True)
+            pack = run.pack
+            undo.append(partial(pop_hooks, pack))
+            push_hooks(pack, run.unpack)
+            result = call.context.copy().run(run.body, *args, **kwargs)
+        except Stop:
+            result = None
+        has_stray = any(not snapshot.has_same_attributes() for snapshot in call.snapshots)
+        undo.run()
+    except BaseException:
+        undo.insist()
+        raise
     if call.watch is not None:
+        run.is_disturbed = not run.stopped and call.watch.is_disturbed()
         run.drew = call.watch.has_moved(marks)
-    if run.stopped and any(has_stray) and not call.protection.replaces_attributes:
+    if run.stopped and has_stray and not call.protection.replaces_attributes:
         call.protection.is_stop_safe = False  # code after the stop would have undone it
     return [] if run.stopped else tensors_in(result)
 
@@ -134,13 +151,26 @@ def _confirm_draw(call: Call, inputs: list[Tensor]) -> None:
 
     One that loads data may draw at any time. So the call is run once more: the layer draws again.
     """
-    second = _trial(call, None)
-    _run(call, inputs, second)
-    if second.drew:
+    for attempt in range(_MAX_ATTEMPTS if has_other_threads() else 1):
+        time.sleep(min(attempt, 20) / 1000)
+        again = _trial(call, None)
+        _run(call, inputs, again)
+        if not again.drew:
+            return
+    if not has_other_threads() or _draws(call, inputs, again.drew):
         raise RandomnessError(call.info.label)
 
 
-def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
+def _draws(call: Call, inputs: list[Tensor], streams: list[Stream]) -> bool:
+    """Whether the layer draws numbers from these streams. From torch's for the CPU, its operators tell for sure."""
+    if any(stream is not CPU for stream in streams):
+        return True
+    with Draws() as draws:
+        _run(call, inputs, _trial(call, None))
+    return bool(draws.is_seen)
+
+
+def _put_back(call: Call, snapshot: Snapshot, undo: Undo) -> None:
     """Put module state back for the run; an error if forward's parameters are no more."""
     is_untouched = snapshot.is_untouched()
     if not is_untouched:
@@ -151,7 +181,7 @@ def _put_back(call: Call, snapshot: Snapshot) -> Callable[[], bool]:
                 f"parameter or buffer {name}",
                 "call backward before optimizer.step(), or before anything else that writes to the weights.",
             )
-    return snapshot.put_back(is_untouched, hide_grads=call.has_inner_backward)
+    snapshot.put_back(undo, is_untouched, hide_grads=call.has_inner_backward)
 
 
 def _do_modes_take_part(call: Call, inputs: list[Tensor]) -> bool:
@@ -199,22 +229,24 @@ def _run_filled(call: Call, inputs: list[Tensor]) -> Waiting:
     return waiting
 
 
-def _surroundings(call: Call, run: Rerun) -> AbstractContextManager[object]:
+def _enter_surroundings(call: Call, run: Rerun, undo: Undo) -> None:
     """Grad mode, autocast and the tracing of operators for a run."""
+    undo.append(partial(set_grad_mode, grad_mode()))
     is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
     is_usual = is_usual and not run.fills_memory and call.trace is None
     if is_usual and ambient.capture(call.devices) == call.ambient:
-        return with_grad()
+        set_grad_mode(True)
+        return
     stack = ExitStack()
+    undo.append(stack.close)
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch_function_on())  # backward of a tensor subclass switches it off
-    stack.enter_context(torch.enable_grad())
+    set_grad_mode(True)
     ambient.enter(stack, call.ambient, call.devices, with_dispatch_modes=run.has_modes)
     if call.trace is not None:
         stack.enter_context(run.tracing())
     if run.fills_memory:
         stack.enter_context(fresh_memory_filled())
-    return stack
 
 
 def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ loads data. Devices are never initialised just to read their state.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ckptdeco.engine.host_rng import global_streams, look
-from ckptdeco.engine.streams import OfDevice, Stream
+from ckptdeco.engine.overlap import has_other_threads
+from ckptdeco.engine.streams import OfDevice, Stream, bytes_of
 
 __all__ = ["Devices", "Draws", "Watch", "capture", "devices_of", "restore"]
 
@@ -43,10 +45,11 @@ class Watch:
         since the last look. Memory: the states of the streams that the call drew from, 5 kB for each.
     """
 
-    __slots__ = ("moved", "others", "quiet", "seen", "states")
+    __slots__ = ("ends", "moved", "others", "quiet", "seen", "states")
 
     def __init__(self, devices: Devices = (), others: tuple[Stream, ...] = ()) -> None:
         self.moved: Draws = ()  # what it drew from
+        self.ends: tuple[tuple[int, int], ...] = ()  # their states at entry and end, if there are other threads
         self.quiet: tuple[Stream, ...] = ()  # what it did not draw from
         self.seen: Any = look()
         self.others = (*map(OfDevice, devices), *others) if devices or others else ()
@@ -66,6 +69,8 @@ class Watch:
             self.moved = tuple([(stream, state) for stream, (mark, state), now in watched if mark != now])
             self.quiet = tuple([stream for stream, (mark, _), now in watched if mark == now])
             self.states = []
+            if self.moved and has_other_threads():
+                self.ends = tuple([(_digest(state), _digest(stream.get())) for stream, state in self.moved])
         return "it imported numpy.random" if global_streams() is not streams else ""
 
     def set_back(self) -> list[Any]:
@@ -74,9 +79,29 @@ class Watch:
             stream.set(state)
         return [stream.mark() for stream in self.quiet]
 
-    def has_moved(self, marks: list[Any]) -> bool:
-        """Whether a stream that the call did not draw from moved since `set_back`."""
-        return marks != [stream.mark() for stream in self.quiet]
+    def shares_draws(self) -> bool:
+        """Whether it drew from a generator that all threads of the process share."""
+        return bool(self.moved) and any(stream in global_streams() for stream, _ in self.moved)
+
+    def is_disturbed(self) -> bool:
+        """Whether a complete run that has just ended left a stream elsewhere than forward did.
+
+        Where it was set to will do, too: the layer drew nothing, and in forward it was another thread that did.
+        """
+        return any(
+            _digest(stream.get()) not in ends
+            for (stream, _), ends in zip(self.moved, self.ends, strict=False)
+            if type(stream) is not OfDevice
+        )
+
+    def has_moved(self, marks: list[Any]) -> list[Stream]:
+        """The streams that moved since `set_back` although the call did not draw from them."""
+        return [stream for stream, mark in zip(self.quiet, marks, strict=False) if stream.mark() != mark]
+
+
+def _digest(state: Any) -> int:
+    """Equal for equal states; marks only tell whether something was drawn since."""
+    return hash(bytes_of(state.cpu()) if isinstance(state, Tensor) else pickle.dumps(state))
 
 
 def capture(streams: Iterable[Stream]) -> Draws:

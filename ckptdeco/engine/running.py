@@ -33,6 +33,10 @@ class _Running(threading.local):
     recomputing: bool = False
     listener: Any = None  # hears the forward hooks of modules inside the layer call
 
+    def set(self, frame: Frame | None, recomputing: bool) -> None:
+        """Say what runs from now on."""
+        self.frame, self.recomputing = frame, recomputing
+
 
 running = _Running()
 

@@ -11,7 +11,6 @@ class adds to `nn.Module`, and whole columns with `map` rather than one value af
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -22,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptdeco.engine.attributes import ATOMS, keep_value, leads_to_graph, signature
 from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.undo import Undo
 
 if TYPE_CHECKING:
     from ckptdeco.engine.layer import Protection
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["BufferKey", "ModuleTree", "Snapshot", "is_gathering"]
 
 BufferKey = tuple[int, str]  # identity of a module's buffer dictionary, name
-_Undo = list[Callable[[], Any]]
 _GATHERING = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned at every call
 
@@ -290,19 +289,21 @@ class Snapshot:
                 return f"{prefix}.{name}" if prefix else name
         return name
 
-    def put_back(self, is_untouched: bool, hide_grads: bool) -> Callable[[], bool]:
-        """Put the state of entry back for a recompute; returns what sets the present state again afterwards.
+    def put_back(self, undo: Undo, is_untouched: bool, hide_grads: bool) -> None:
+        """Put the state of entry back for a recompute; `undo` gets what sets the present state again afterwards.
 
         `is_untouched` is the answer of the method of that name; `hide_grads` keeps gradients out of reach of a backward
-        within the layer, which forward ran already. What is returned tells whether attributes were left changed. The
-        recompute writes to clones of the buffers that its layer writes; the module's own keep their values.
+        within the layer, which forward ran already. The recompute writes to clones of the buffers that its layer
+        writes; the module's own keep their values.
         """
-        undo: _Undo = []
         if self.has_other_children():
             self._put_children_back(undo)
-        if not self._has_same_attributes():
-            for i, module in enumerate(self.modules):
+        if self.has_same_attributes():
+            undo.append(self._put_attributes_back)
+        else:
+            for module in self.modules:
                 undo.append(partial(_assign, module, _own_attributes(module)))
+            for i, module in enumerate(self.modules):
                 _assign(module, self._entry(i))
             for i, values in self.copies.items():  # the recompute may change these in its turn
                 fresh = [keep_value(value, clone=True) for value in values]
@@ -324,28 +325,24 @@ class Snapshot:
             for tensor in self.tensors:
                 undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
-        return partial(self._leave, undo)
 
-    def _put_children_back(self, undo: _Undo) -> None:
+    def _put_children_back(self, undo: Undo) -> None:
         known: dict[int, nn.Module | None] = {id(module): module for module in self.modules}
         identities = iter(self.children)
         for module, names in zip(self.modules, self.child_names, strict=True):
             undo.append(partial(module.__dict__.__setitem__, "_modules", module._modules))
             module.__dict__["_modules"] = {name: known.get(next(identities)) for name in names}
 
-    def _leave(self, undo: _Undo) -> bool:
-        is_stray = not self._has_same_attributes()
-        if is_stray:
+    def _put_attributes_back(self) -> None:
+        """Take back what a recompute did to attributes that were those of entry."""
+        if not self.has_same_attributes():
             for i, module in enumerate(self.modules):
                 _assign(module, self._entry(i))
-        for action in reversed(undo):
-            action()
-        return is_stray
 
     def _entry(self, i: int) -> dict[str, Any]:
         return dict(zip(self.keys[i], self.attributes[i], strict=False))
 
-    def _has_same_attributes(self) -> bool:
+    def has_same_attributes(self) -> bool:
         """Whether all modules have the attributes of entry."""
         return self._has_attributes(self.attributes, range(len(self.modules)))
 

@@ -37,6 +37,7 @@ __all__ = [
     "function_mode_again",
     "function_modes",
     "global_module_hooks",
+    "grad_mode",
     "graph_task_id",
     "has_saved_tensor_hooks",
     "is_inside_torch_checkpoint",
@@ -46,9 +47,9 @@ __all__ = [
     "pop_hooks",
     "push_hooks",
     "refuses_hooks",
+    "set_grad_mode",
     "torch_function_on",
     "unseen_by_modes",
-    "with_grad",
 ]
 
 #: Id of the backward pass (graph task) that runs on this thread, -1 outside of one. Nested passes have their own.
@@ -74,25 +75,6 @@ def attention_backends() -> tuple[bool, bool, bool]:
 push_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = (
     torch._C._autograd._push_saved_tensors_default_hooks
 )
-#: Takes the topmost pair off.
-pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-
-_set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
-
-
-class with_grad:  # a context manager
-    """As `torch.enable_grad`, which takes 1 µs more."""
-
-    __slots__ = ("before",)
-
-    def __enter__(self) -> None:
-        self.before = torch.is_grad_enabled()
-        _set_grad(True)
-
-    def __exit__(self, *exc: object) -> None:
-        _set_grad(self.before)
-
-
 #: The `torch.utils.checkpoint.GraphExecGroup` that is entered on this thread, or None.
 exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 
@@ -108,6 +90,19 @@ _forward_ad: Any = forward_ad
 _hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _functorch_level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+grad_mode: Callable[[], bool] = torch.is_grad_enabled
+#: Unlike `torch.enable_grad` it is one step, which no interrupt can divide.
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def pop_hooks(pack: Any) -> None:
+    """Remove the innermost saved-tensor hooks if they are those with this pack hook; may be called once more."""
+    top = _top_hooks(False)
+    if top is not None and top[0] is pack:
+        _pop_hooks()
 
 
 def is_plain_autograd() -> bool:
@@ -192,9 +187,9 @@ def fresh_memory_filled() -> Iterator[None]:
     fills = switch.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        switch.fill_uninitialized_memory = True
         try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            switch.fill_uninitialized_memory = True
             yield
         finally:
             switch.fill_uninitialized_memory = fills

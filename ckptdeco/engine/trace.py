@@ -8,7 +8,7 @@ import torch
 
 from ckptdeco.engine.torch_private import TorchDispatchMode
 
-__all__ = ["Trace", "first_difference"]
+__all__ = ["Draws", "Trace", "first_difference"]
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -27,6 +27,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         self.operators.append(f"{func} -> {', '.join(shapes)}")
         return out
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operator draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.is_seen = True
+        return func(*args, **(kwargs or {}))
 
 
 def first_difference(forward: list[str] | None, recompute: list[str] | None) -> str:

@@ -21,9 +21,10 @@ class Off:
 
 @pytest.fixture(autouse=True)
 def _own_context():
-    token = context.replace(None)
+    before = context.innermost()
+    context.replace(None)
     yield
-    context.restore(token)
+    context.replace(before)
 
 
 def active_policy():
@@ -103,9 +104,10 @@ def test_pop_of_a_policy_that_is_not_there_is_none():
 def test_replace_switches_policies_off_until_restore():
     a = On()
     entry = context.push(a)
-    token = context.replace(None)
+    before = context.innermost()
+    context.replace(None)
     assert context.active() is None
-    context.restore(token)
+    context.replace(before)
     assert context.active() is entry
     context.pop(a)
 
@@ -113,9 +115,10 @@ def test_replace_switches_policies_off_until_restore():
 def test_restore_does_not_revive_what_was_left_meanwhile():
     a, b = On(), On()
     outer, inner = context.push(a), context.push(b)
-    token = context.replace(None)
+    before = context.innermost()
+    context.replace(None)
     context.remove(inner)
-    context.restore(token)
+    context.replace(before)
     assert context.active() is outer
     context.remove(outer)
 

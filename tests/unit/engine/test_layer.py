@@ -53,7 +53,7 @@ def test_powers_of_two_are_due_for_a_check() -> None:
     protection = Protection()
     due = []
     for n in range(1, 70):
-        protection.n_calls = n
+        protection.n_calls = n - 1
         if protection.is_check_due():
             due.append(n)
     assert due == [1, 2, 4, 8, 16, 32, 64]

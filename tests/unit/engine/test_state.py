@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ckptdeco.engine.layer import Protection
 from ckptdeco.engine.state import ModuleTree, Snapshot
+from ckptdeco.engine.undo import Undo
 
 NOTHING: frozenset[Any] = frozenset()
 
@@ -56,7 +57,20 @@ def snapshot(layer: nn.Module, written: frozenset[Any] = NOTHING, **known: bool)
 
 
 def recompute(shot: Snapshot) -> Any:
-    return shot.put_back(shot.is_untouched(), hide_grads=False)
+    return _put_back(shot, hide_grads=False)
+
+
+def _put_back(shot: Snapshot, hide_grads: bool) -> Any:
+    """Puts the state back; returns what leaves it again and tells whether attributes are as they were at entry."""
+    undo = Undo()
+    shot.put_back(undo, shot.is_untouched(), hide_grads)
+
+    def leave() -> bool:
+        is_stray = not shot.has_same_attributes()
+        undo.run()
+        return is_stray
+
+    return leave
 
 
 def test_flags_are_put_back_and_left_as_they_were() -> None:
@@ -302,7 +316,7 @@ def test_gradients_are_hidden_from_a_backward_within_the_layer() -> None:
     layer = Layer()
     grad = layer.linear.weight.grad = torch.ones(2, 2)
     shot = snapshot(layer)
-    leave = shot.put_back(shot.is_untouched(), hide_grads=True)
+    leave = _put_back(shot, hide_grads=True)
     assert layer.linear.weight.grad is None
     layer.linear.weight.grad = torch.zeros(2, 2)
     leave()

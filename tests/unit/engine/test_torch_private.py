@@ -28,6 +28,7 @@ from ckptdeco.engine.torch_private import (
     function_mode_again,
     function_modes,
     global_module_hooks,
+    grad_mode,
     graph_task_id,
     has_saved_tensor_hooks,
     is_inside_torch_checkpoint,
@@ -37,9 +38,9 @@ from ckptdeco.engine.torch_private import (
     pop_hooks,
     push_hooks,
     refuses_hooks,
+    set_grad_mode,
     torch_function_on,
     unseen_by_modes,
-    with_grad,
 )
 
 
@@ -191,6 +192,30 @@ def test_saved_tensor_hooks_are_seen():
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         assert has_saved_tensor_hooks()
     assert not has_saved_tensor_hooks()
+
+
+def test_hooks_are_pushed_and_popped_once():
+    def pack(tensor):
+        return tensor.detach()
+
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        push_hooks(pack, lambda t: t)
+        pop_hooks(lambda t: t)  # not the innermost ones
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is pack
+        pop_hooks(pack)
+        pop_hooks(pack)
+        assert has_saved_tensor_hooks()
+    assert not has_saved_tensor_hooks()
+
+
+def test_grad_mode_is_read_and_set():
+    set_grad_mode(False)
+    try:
+        assert not grad_mode()
+        assert not (torch.ones(1, requires_grad=True) * 2).requires_grad
+    finally:
+        set_grad_mode(True)
+    assert grad_mode()
 
 
 def test_torchs_own_checkpoint_is_seen_first_and_again():
@@ -375,31 +400,6 @@ def test_attention_backends_are_what_torch_says():
     finally:
         for name in names:
             getattr(cuda, f"enable_{name}_sdp")(True)
-
-
-def test_hooks_that_are_pushed_are_those_of_saved_tensors_hooks():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    with saved_tensors_hooks(lambda t: seen.append("outer") or t, lambda t: t):
-        push_hooks(lambda t: seen.append("inner") or t, lambda t: t)
-        try:
-            x.sin()
-        finally:
-            pop_hooks()
-        x.sin()
-    x.sin()
-    assert seen == ["inner", "outer"]
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_with_grad_switches_grad_on_and_back(before):
-    with torch.set_grad_enabled(before):
-        with with_grad():
-            assert torch.is_grad_enabled()
-        assert torch.is_grad_enabled() is before
-        with pytest.raises(KeyError), with_grad():
-            raise KeyError
-        assert torch.is_grad_enabled() is before
 
 
 def test_weights_are_cached_within_the_context_only() -> None:
