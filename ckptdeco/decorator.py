@@ -269,7 +269,7 @@ def _call(
     log = PassLog(policy) if frame is not None and frame.again else current_log(policy, position == 0)
     record = Record(info.name, position, action, log)
     record.broken_by = upstream.broken_by
-    record.input_bytes = sum([t.nbytes for t in inputs.tensors if t.grad_fn is not None])
+    record.input_bytes = _bytes_with_graph(inputs.tensors)
     log.records.append(record)
     if action is Action.SAVE:
         result = run_in_window(body, args, kwargs)
@@ -313,6 +313,14 @@ def _note_cost(chain: Chain, position: int, record: Record) -> None:
     known = chain.context.known.costs
     if known is not None and position < len(known):
         chain.costs[position] = known[position].input_bytes, known[position].saved_bytes
+
+
+def _bytes_with_graph(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the inputs that carry a graph; sparse ones have none that torch tells."""
+    try:
+        return sum([t.nbytes for t in tensors if t.grad_fn is not None])
+    except RuntimeError:
+        return sum([t.nbytes for t in tensors if t.grad_fn is not None and t.layout is torch.strided])
 
 
 def _decide(policy: Policy, site: Site, frame: Any) -> Action:

@@ -43,13 +43,15 @@ class Changed(RuntimeError):
 class Kept:
     """One tensor kept for a recompute."""
 
-    __slots__ = ("__weakref__", "is_counted", "n_bytes", "node", "source", "source_version", "tensor", "version")
+    __slots__ = (
+        "__weakref__", "is_copy", "is_counted", "n_bytes", "node", "source", "source_version", "tensor", "version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor) -> None:
         self.source = weakref.ref(tensor)
         is_alive_anyway = type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
         self.n_bytes = tensor.nbytes if tensor.layout is torch.strided and not is_alive_anyway else 0
-        self.is_counted = False
+        self.is_copy = self.is_counted = False
         self.tensor: Tensor | None = None
         self.node: Any = None
         if tensor.is_inference():  # autograd refuses to save these; they cannot change under autograd's eyes (R17)
@@ -90,9 +92,10 @@ class Kept:
 
     def copy(self) -> None:
         """Hold a copy of the values from now on: the program may then change the tensor (R33)."""
-        if self.tensor is not None:
+        if self.tensor is not None and not self.is_copy:
             self.tensor = self.tensor.detach().clone()
             self.version = self.tensor._version
+            self.is_copy = True
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:
@@ -109,20 +112,28 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
+def _address(tensor: Tensor) -> int:
+    """Changes when `tensor.data` is replaced, which is no new version; 0 for tensors that have none."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 # Kept tensors by object, so that a mask shared by all layers is saved once (R29). An entry is used only while the very
 # tensor object is alive, hence its address cannot have been given to another.
 _kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
 
 
-def keep(tensor: Tensor, frame: Frame | None) -> Kept:
+def keep(tensor: Tensor, frame: Frame | None, *, is_stamped: bool = False) -> Kept:
     """Keep `tensor`, or return what keeps it already.
 
     `frame` keeps nested calls apart: their kept inputs are saved tensors of the call around them, so each run of that
-    call must keep the same ones.
+    call must keep the same ones. What a layer returned (`is_stamped`) is not looked up: its stamp leads to what keeps it.
     """
-    if tensor.grad_fn is not None or tensor.is_inference() or is_inside_torch_checkpoint():
-        return Kept(tensor)  # what a layer returned is found by its stamp
-    key = (id(tensor), -1 if frame is None else frame.number, tensor._version)
+    if is_stamped or tensor.is_inference() or is_inside_torch_checkpoint():
+        return Kept(tensor)
+    key = (id(tensor), -1 if frame is None else frame.number, tensor._version, _address(tensor))
     known = _kept.get(key)
     if known is not None and known.source() is tensor:
         return known

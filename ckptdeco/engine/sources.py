@@ -62,7 +62,7 @@ def find_sources(
             continue
         kept = stamp.kept() if stamp is not None and stamp.kept is not None else None
         if kept is None:
-            kept = keep(tensor, frame)
+            kept = keep(tensor, frame, is_stamped=stamp is not None)
         if stamp is not None:
             stamp.kept = weakref.ref(kept)
             producer = stamp.call() if stamp.call is not None else None

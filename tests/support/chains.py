@@ -64,10 +64,14 @@ def dot_step(model: Stem, x: torch.Tensor, policy: Any, constants: torch.Tensor)
 
 
 def step_peak(model: nn.Module, x: torch.Tensor, policy: Any, n_warm: int = 2) -> int:
-    """Peak bytes of a step after some warm ones (lengths and sizes known, values verified)."""
+    """Peak bytes of a step after some warm ones (lengths and sizes known, values verified, habits learnt).
+
+    The warm ones run under a meter, too: it is a dispatch mode, and calls under one are a kind of their own.
+    """
     constants = torch.ones_like(x)
     for _ in range(n_warm):
-        dot_step(model, x, policy, constants)
+        with ByteMeter(model.parameters()):
+            dot_step(model, x, policy, constants)
     model.zero_grad(set_to_none=True)
     with ByteMeter(model.parameters()) as meter:
         dot_step(model, x, policy, constants)
