@@ -129,7 +129,7 @@ def keep(tensor: Tensor, frame: Frame | None, *, is_stamped: bool = False) -> Ke
     """Keep `tensor`, or return what keeps it already.
 
     `frame` keeps nested calls apart: their kept inputs are saved tensors of the call around them, so each run of that
-    call must keep the same ones. What a layer returned (`is_stamped`) is not looked up: its stamp leads to what keeps it.
+    call must keep the same ones. What a layer returned (`is_stamped`) is not looked up: its stamp leads to its `Kept`.
     """
     if is_stamped or tensor.is_inference() or is_inside_torch_checkpoint():
         return Kept(tensor)

@@ -41,7 +41,7 @@ def note(task: int, call: Call) -> None:
 
 
 def _end(task: int) -> None:
-    drop_leftover()
+    # What an earlier pass left stays: this one used some of it, or else its own recompute has dropped it.
     _, calls = _calls.get(task, (0, []))
     alive = [call for reference in calls if (call := reference()) is not None]
     last_walk = True

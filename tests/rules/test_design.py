@@ -189,9 +189,7 @@ def test_argument_changed_before_backward_is_named(n: int, index: int, name: str
     model = Stack([TakesTree() for _ in range(2)])
     inputs = [batch(requires_grad=False) for _ in range(4)]
     with policy(segment=n):
-        loss = total(
-            model.layers[0](State(inputs[0], []), [{"a": inputs[1], "b": inputs[2]}] * 2, scale=inputs[3])
-        )
+        loss = total(model.layers[0](State(inputs[0], []), [{"a": inputs[1], "b": inputs[2]}] * 2, scale=inputs[3]))
     inputs[index].add_(1)
     with pytest.raises(ckptdeco.CheckpointError) as caught:
         loss.backward()

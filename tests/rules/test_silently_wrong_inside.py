@@ -290,11 +290,12 @@ class FallsBack(Linear):
 
     @checkpointable
     def forward(self, x: Tensor, step: int) -> Tensor:
-        h = self.linear(x)
+        h = torch.tanh(x)
         try:
-            h = torch.tanh(h)
+            h = self.linear(h)  # saves its input, and its weight, which nobody needs again
         except:  # noqa: E722
-            h = torch.sin(h).exp()
+            h = self.linear(torch.sin(h))
+            meters.tick("fallback")
         return h
 
 
@@ -334,6 +335,18 @@ def test_stop_goes_through_user_code(make: Any, exact_from_first: Any) -> None:
 
     exact_from_first(build)
     assert _depth["n"] == 0
+
+
+@ours
+def test_stop_that_user_code_catches_runs_no_fallback() -> None:
+    """R20: what comes after is stopped at the first tensor that it saves."""
+    model = Stem(Stack([FallsBack() for _ in range(4)]))
+    with meters.count_forwards() as counter:
+        for _ in range(2):
+            with policy(segment=2):
+                loss = total(model(batch(), 0))
+            loss.backward()
+    assert counter["fallback"] == 0
 
 
 @ours
@@ -479,7 +492,7 @@ def test_leaf_that_needs_a_gradient_beside_one_that_does_not(exact: Any) -> None
 
 
 def test_nested_decisions_are_given_again() -> None:
-    """R22: decorated calls inside a decorated call save the same tensors in the recompute, whatever the policy learnt."""
+    """R22: decorated calls inside a decorated call save the same tensors in the recompute, whatever was learnt."""
 
     class Outer(Layer):
         def __init__(self) -> None:

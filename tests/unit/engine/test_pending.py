@@ -96,12 +96,25 @@ def test_leftover_goes_when_a_policy_is_left() -> None:
     assert call.waiting == {}
 
 
-def test_leftover_goes_when_another_backward_with_a_recompute_ends() -> None:
+def test_leftover_goes_when_another_recompute_starts() -> None:
+    first, second = FakeCall(), FakeCall()
+
+    def recompute() -> None:
+        pending.drop_leftover()
+        second.wait()
+
+    backward(first.wait)
+    backward(recompute)
+    assert first.waiting == {}
+    assert list(second.waiting) == [pending.LEFTOVER]
+
+
+def test_leftover_stays_when_a_backward_without_a_recompute_ends() -> None:
+    """R26: gradients layer by layer ask for more of it each time."""
     first, second = FakeCall(), FakeCall()
     backward(first.wait)
     backward(second.wait)
-    assert first.waiting == {}
-    assert list(second.waiting) == [pending.LEFTOVER]
+    assert list(first.waiting) == list(second.waiting) == [pending.LEFTOVER]
 
 
 def test_values_of_a_backward_that_failed_go_with_the_next_forward() -> None:
