@@ -262,7 +262,7 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
         if requires_grad:
             own.requires_grad_()
             if not is_leaf:  # the layer may ask
-                own = own.view_as(own)
+                own = own.view_as(own) if own.layout is torch.strided else as_non_leaf(own)
         prepared.append(own)
     for i in call.mutated:
         requires_grad = call.flags[i][0]
