@@ -65,6 +65,8 @@ def _learn_state(
     elif change == "changed in place" and not protection.mutates_attributes:
         protection.mutates_attributes = True
         surprise = "it changed a value on its module in place"
+    if snapshot.has_iterators:  # used up as it goes, and most kinds cannot be copied
+        return "it holds an iterator"
     if snapshot.has_new_tensors():
         return "it added or removed a parameter or buffer"
     if before is not None and snapshot.has_other_children():

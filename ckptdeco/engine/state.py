@@ -11,6 +11,7 @@ class adds to `nn.Module`, and whole columns with `map` rather than one value af
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -156,7 +157,7 @@ class Snapshot:
 
     __slots__ = (
         "addresses", "attributes", "child_names", "children", "clones", "copies", "flags", "getters",
-        "has_unusual_attributes", "hooks", "is_lazy", "keys", "modules", "n_entries", "originals", "own_code",
+        "has_iterators", "hooks", "is_lazy", "keys", "modules", "n_entries", "originals", "own_code",
         "owners", "signatures", "tensors", "versions",
     )  # fmt: skip
 
@@ -165,17 +166,19 @@ class Snapshot:
         self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
         self.children, self.child_names, self.hooks = tree.children, tree.child_names, tree.hooks
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
-        self.has_unusual_attributes = False
+        self.has_iterators = False
+        has_unusual_attributes = False
         self.signatures: list[Any] | None = None
         self.originals = self.attributes  # while the call runs
         self.copies: dict[int, tuple[Any, ...]] = {}
         for i in tree.own_code:
             if not ATOMS.issuperset(map(type, self.attributes[i])):
-                self.has_unusual_attributes = True
-        if self.has_unusual_attributes:
+                has_unusual_attributes = True
+        if has_unusual_attributes:
             self.signatures = self._signatures()
             is_changing = protection.replaces_attributes or protection.mutates_attributes
             values = [value for i in tree.own_code for value in self.attributes[i]]
+            self.has_iterators = any(isinstance(value, Iterator) for value in values)
             # Kernels write plain tensors without a trace, as they do buffers: small ones are cloned.
             small = [v for v in values if type(v) is Tensor and v.grad_fn is None and _n_bytes(v) <= _SMALL]
             if is_changing or small or any(map(leads_to_graph, values)):

@@ -54,6 +54,10 @@ def _add_to_number(layer: Remembers) -> float:
     return layer.number
 
 
+def _next_of_iterator(layer: Remembers) -> float:
+    return next(layer.iterator)
+
+
 def _make_attribute(layer: Remembers) -> float:
     layer.made = getattr(layer, "made", 0) + 1
     return layer.made
@@ -73,6 +77,7 @@ HABITS = (
     _write_into_tensor_in_list,
     _add_to_set,
     _add_to_number,
+    _next_of_iterator,
     _make_attribute,
     _write_on_submodule,
 )
@@ -87,6 +92,8 @@ class Remembers(Layer):
         self.list: list[int] = []
         self.dict: dict[str, Any] = {}
         self.set: set[int] = set()
+        if habit is _next_of_iterator:  # its calls are stored
+            self.iterator = iter(range(99))
 
     @checkpointable
     def forward(self, x: torch.Tensor, begun: bool) -> torch.Tensor:
