@@ -9,6 +9,7 @@ but leads to no graph, so keeping it can close no reference cycle.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,15 +41,21 @@ class Changed(RuntimeError):
     """A kept tensor was changed in place since."""
 
 
+def _gone() -> None:
+    return None
+
+
 class Kept:
     """One tensor kept for a recompute."""
 
     __slots__ = (
-        "__weakref__", "is_copy", "is_counted", "n_bytes", "node", "source", "source_version", "tensor", "version",
+        "__weakref__", "is_copy", "is_counted", "n_bytes", "node", "source", "source_version", "storage", "tensor",
+        "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor) -> None:
         self.source = weakref.ref(tensor)
+        self.storage: Callable[[], object] = _gone  # weakly, too: an address may be given to another one
         is_alive_anyway = type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
         self.n_bytes = tensor.nbytes if tensor.layout is torch.strided and not is_alive_anyway else 0
         self.is_copy = self.is_counted = False
@@ -112,12 +119,12 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _address(tensor: Tensor) -> int:
-    """Changes when `tensor.data` is replaced, which is no new version; 0 for tensors that have none."""
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Another one if `tensor.data` was replaced, which is no new version; None for tensors that have none."""
     try:
-        return tensor.data_ptr()
+        return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
-        return 0
+        return None
 
 
 # Kept tensors by object, so that a mask shared by all layers is saved once (R29). An entry is used only while the very
@@ -133,10 +140,12 @@ def keep(tensor: Tensor, frame: Frame | None, *, is_stamped: bool = False) -> Ke
     """
     if is_stamped or tensor.is_inference() or is_inside_torch_checkpoint():
         return Kept(tensor)
-    key = (id(tensor), -1 if frame is None else frame.number, tensor._version, _address(tensor))
-    known = _kept.get(key)
-    if known is not None and known.source() is tensor:
+    key = (id(tensor), -1 if frame is None else frame.number, tensor._version)
+    known, storage = _kept.get(key), _storage(tensor)
+    if known is not None and storage is not None and known.source() is tensor and known.storage() is storage:
         return known
     fresh = Kept(tensor)
+    if storage is not None:
+        fresh.storage = weakref.ref(storage)
     _kept[key] = fresh
     return fresh

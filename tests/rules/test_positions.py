@@ -18,11 +18,12 @@ from tests.support.layers import DIM, Block, Layer, Loop, Stack, Stem, TanhLayer
 from tests.support.oracle import assert_same, forward_backward, total
 from tests.support.subject import ENGINE, checkpointable, policy
 
-pytestmark = pytest.mark.skipif(ENGINE != "ckptdeco", reason="asks for ckptdeco's positions")
-if ENGINE == "ckptdeco":
-    import ckptdeco
-    from ckptdeco import Policy
-    from ckptdeco.schedule.actions import Action
+if ENGINE != "ckptdeco":
+    pytest.skip("asks for ckptdeco's positions", allow_module_level=True)
+
+import ckptdeco
+from ckptdeco import Policy
+from ckptdeco.schedule.actions import Action
 
 
 def positions() -> list[int]:

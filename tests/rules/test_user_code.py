@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -277,10 +278,24 @@ def test_side_input_whose_data_is_replaced_between_layers(has_graph: bool, exact
         side = m.scale(x) if has_graph else torch.ones(4, DIM)
         for layer in m.layers:
             x = layer(x, side)
-            side.data = side.data * 2 + 1
+            side.data = side.data * 2 + 1  # the third may lie where the first did
         return x
 
     exact(lambda: Stem(Loop([TakesSide() for _ in range(5)], loop, scale=nn.Linear(DIM, DIM))))
+
+
+def test_side_input_whose_data_is_replaced_by_other_data_at_the_same_address(exact: Any) -> None:
+    """R29, R16: it is the storage, not where it lies, that tells whether a tensor is kept already."""
+
+    def loop(m: Loop, x: Tensor) -> Tensor:
+        side, memory = m.scale(x), numpy.ones((4, DIM), dtype=numpy.float32)
+        for layer in m.layers:
+            side.data = torch.from_numpy(memory)
+            x = layer(x, side)
+            memory *= 2
+        return x
+
+    exact(lambda: Stem(Loop([TakesSide() for _ in range(5)], loop, scale=nn.Linear(DIM, DIM))), steps=1)
 
 
 # ---- R34: the policy follows the context
@@ -434,12 +449,16 @@ def test_recompute_that_waits_for_another_threads_recompute_is_an_error(monkeypa
 @ours
 def test_recompute_on_a_device_takes_no_turn(monkeypatch: Any) -> None:
     """R35: autograd has a thread for each device, and one may wait for another inside a recompute."""
-    from ckptdeco.engine import call, exclusive, recompute
+    from ckptdeco.engine import call, recompute
 
     held: list[str] = []
     original = recompute.one_at_a_time
-    monkeypatch.setattr(recompute, "one_at_a_time", lambda label: (held.append(label), original(label))[1])
-    assert exclusive.one_at_a_time is original
+
+    def listen(label: str, *args: Any) -> Any:
+        held.append(label)
+        return original(label, *args)
+
+    monkeypatch.setattr(recompute, "one_at_a_time", listen)
     with policy(segment=1):
         loss = total(TanhLayer()(batch()))
     loss.backward()
