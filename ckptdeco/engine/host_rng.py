@@ -1,10 +1,10 @@
 """The global generators of the process: torch's for the CPU, Python's, and NumPy's once the program has imported it.
 
 Every layer call looks at them when it begins and when it ends (R19). To read a state in full takes 0.7 µs (torch), 8 µs
-(Python) and 34 µs (NumPy), and drives 5 kB through the processor's cache, together 40 µs a call of a small layer. So
-the mark of a stream is a few bytes of the state where it is kept: its position, its first words, and the normal number
-in store. A draw moves the position; if it comes to the same place again, all words have changed. The state is only read
-when the mark has changed. The places are checked once, against what the public functions say. If they are not as
+(Python) and 34 µs (NumPy). So the mark of a stream is a few bytes of its state: its position, its first words, and the
+normal number in store. A draw moves the position; if it comes to the same place again, all words have changed. The
+state is only read, or with torch kept, when the mark has changed. Of Python's and NumPy's generators these bytes are
+looked at where they are, in places that are checked once against what the public functions say. If they are not as
 expected, the states are read in full: slower, and as exact.
 """
 
@@ -14,14 +14,13 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from ctypes import c_char
+from ctypes import c_char, string_at
 from typing import Any
 
 import torch
 
 from ckptdeco.engine.overlap import rewinds
-from ckptdeco.engine.streams import OfGenerator, Stream, comparable
-from ckptdeco.engine.torch_private import mark_of_generator
+from ckptdeco.engine.streams import Stream, comparable
 
 __all__ = ["CPU", "Seen", "global_streams", "look"]
 
@@ -113,22 +112,14 @@ def _place_of_spare(module: Any) -> tuple[int, int] | None:
     return (start, end - start) if spare in before[start:end] and end - start <= _FIRST else None
 
 
-def _cpu_mark() -> Callable[[], Any]:
-    """Looks at the memory of torch's generator for the CPU."""
-    generator = torch.default_generator
-    in_full = OfGenerator(generator).mark
-    trial = torch.Generator().manual_seed(1)
-    mark = mark_of_generator(trial)
-    if mark is None:
-        return in_full
-    seen = {mark()}
-    for dtype in (torch.float64, torch.float64, torch.float32, torch.float32):  # the second of each is a spare number
-        torch.randn(1, dtype=dtype, generator=trial)
-        seen.add(mark())
-    return mark_of_generator(generator) or in_full if len(seen) == 5 else in_full
+def _cpu_mark() -> tuple[bytes, bytes]:
+    """Both ends of the state of torch's generator for the CPU: position and first words, and the normals in store."""
+    state = torch.default_generator.get_state()
+    address = state.data_ptr()
+    return string_at(address, _FIRST), string_at(address + state.numel() - _FIRST, _FIRST)
 
 
-CPU: Stream = _Global(_cpu_mark(), torch.default_generator.get_state, torch.default_generator.set_state)
+CPU: Stream = _Global(_cpu_mark, torch.default_generator.get_state, torch.default_generator.set_state)
 _PYTHON: Stream = _Global(_python_mark(), random.getstate, random.setstate)
 _streams: tuple[Stream, ...] = (CPU, _PYTHON)
 

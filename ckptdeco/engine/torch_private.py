@@ -9,8 +9,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_char, string_at
-from struct import pack, unpack_from
 from typing import Any
 
 import torch
@@ -43,7 +41,6 @@ __all__ = [
     "is_inside_torch_checkpoint",
     "is_plain_autograd",
     "is_torch_function_on",
-    "mark_of_generator",
     "pop_hooks",
     "push_hooks",
     "refuses_hooks",
@@ -205,38 +202,6 @@ def unseen_by_modes() -> Iterator[None]:
     """Run operators that the user's dispatch and function modes do not see."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-_WORDS = 624  # of a Mersenne Twister
-
-
-def mark_of_generator(generator: torch.Generator) -> Callable[[], Any] | None:
-    """What gives something that any draw from a CPU generator changes; None if its memory is laid out otherwise.
-
-    These are its position, its first words, and the normal numbers in store. To read the state takes 0.7 µs, and copies
-    5 kB through the processor's cache at every look; this takes 0.1 µs.
-    """
-    address = getattr(generator, "_cdata", None)
-    if generator.device.type != "cpu" or not isinstance(address, int):
-        return None
-    state = generator.get_state()
-    legacy = string_at(state.data_ptr(), state.numel())
-    if len(legacy) < 24 + 8 * _WORDS:
-        return None
-    words = pack(f"{_WORDS}I", *unpack_from(f"{_WORDS}Q", legacy, 24))
-    start = string_at(address, 160 + len(words)).find(words)
-    if start < 20:
-        return None
-    head: Any = (c_char * 64).from_address(address + start - 4)
-    store: Any = (c_char * 21).from_address(address + start + len(words))
-
-    def mark() -> Any:
-        stored = store.raw  # a float and whether there is one, a double and whether there is one
-        if stored[4] or stored[20]:
-            return head.raw, stored[:4] if stored[4] else b"", stored[12:20] if stored[20] else b""
-        return head.raw
-
-    return mark
 
 
 def are_weights_cached() -> bool:

@@ -96,8 +96,6 @@ def test_states_are_peeked_at_here_and_read_in_full_where_that_does_not_work(mon
     monkeypatch.setattr(host_rng, "_HEAD", host_rng._HEAD + 4)
     assert host_rng._python_mark() is random.getstate
     monkeypatch.undo()
-    monkeypatch.setattr(host_rng, "mark_of_generator", lambda generator: None)
-    assert len(host_rng._cpu_mark()()) == torch.get_rng_state().numel() != len(CPU.mark())
     monkeypatch.setattr(host_rng, "_place_of_spare", lambda module: None)
     mark = host_rng._numpy_mark(numpy.random)
     before = mark()
@@ -254,3 +252,18 @@ def test_held_generator_is_set_back_only_if_it_was_drawn_from(held: Any, draw: s
     watched.end()
     assert watched.moved == ()
     assert stream in watched.quiet
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mark_of_the_cpu_changes_with_every_draw_and_comes_back_with_its_state(draw: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    for n in (1, 1, 2, 16, 311, 312, 624, 1248, 1249) * 3:
+        before, state = CPU.mark(), torch.get_rng_state()
+        draw(n, dtype=dtype)
+        seen = CPU.mark()
+        assert seen != before
+        torch.set_rng_state(state)
+        assert CPU.mark() == before
+        draw(n, dtype=dtype)
+        assert CPU.mark() == seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
@@ -34,7 +33,6 @@ from ckptdeco.engine.torch_private import (
     is_inside_torch_checkpoint,
     is_plain_autograd,
     is_torch_function_on,
-    mark_of_generator,
     pop_hooks,
     push_hooks,
     refuses_hooks,
@@ -349,42 +347,6 @@ def test_refusal_of_hooks_is_told_from_other_errors():
             torch.ones(2) @ torch.ones(3)
     assert [refuses_hooks(caught.value) for caught in (refused, refused_by_user, other)] == [True, True, False]
     assert not refuses_hooks(RuntimeError())
-
-
-def test_mark_of_a_generator_changes_with_every_draw_and_comes_back_with_its_state():
-    generator = torch.Generator().manual_seed(3)
-    mark = mark_of_generator(generator)
-    for _ in range(3):
-        for draw in (torch.rand, torch.randn):
-            for dtype in (torch.float32, torch.float64):
-                for n in (1, 1, 2, 16, 311, 624, 1249):
-                    before, state = mark(), generator.get_state()
-                    draw(n, dtype=dtype, generator=generator)
-                    seen = mark()
-                    assert seen != before
-                    generator.set_state(state)
-                    assert mark() == before
-                    draw(n, dtype=dtype, generator=generator)
-                    assert mark() == seen
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_draw_of_a_single_number_changes_the_mark_of_the_generator(dtype):
-    generator = torch.Generator().manual_seed(4)
-    mark = mark_of_generator(generator)
-    marks = []
-    for _ in range(1300):
-        torch.randn(1, dtype=dtype, generator=generator)
-        marks.append(mark())
-    assert all(one != other for one, other in itertools.pairwise(marks))
-
-
-def test_generator_without_a_plain_state_has_no_mark():
-    class Odd:
-        device = torch.device("cpu")
-        _cdata = "elsewhere"
-
-    assert mark_of_generator(Odd()) is None
 
 
 def test_attention_backends_are_what_torch_says():
