@@ -246,12 +246,13 @@ def run(
         n_bytes = protection.sizes.get(shapes)
         if n_bytes is None:
             n_bytes = protection.sizes[shapes] = probe.n_bytes(buffers)
+        is_watched = is_first or protection.is_watched
+        if is_watched or protection.changed_later:
+            copy_unsaved(call, tensors, probe.storages(), is_watched=is_watched, is_stored=bool(surprise))
         if surprise:
             probe.keep_all()
             record.store(surprise)
         else:
-            if is_first or protection.changed_later:
-                copy_unsaved(call, tensors, probe.storages(), is_first)
             n_dropped = probe.drop(call, buffers)
             record.measure(call.sources if n_dropped else [], n_bytes)
         record.log.note(call)

@@ -1,9 +1,9 @@
 """Activations that the program changes after the call, as in `x += layer(x)` (R33).
 
 Plain autograd records such a change, and allows it as long as the layer did not save the input. A kept input would be
-lost, so the first call of a kind keeps copies of such inputs, and a witness of each tells later whether it was changed.
-Only inputs that were are copied in further calls. Inputs without a graph (data, masks) are not copied: to change these
-before backward is more often a mistake, and an error.
+lost, so the calls of a kind keep copies of such inputs until the first backward, and a witness of each tells then
+whether it was changed. Only inputs that were are copied in further calls. Inputs without a graph (data, masks) are not
+copied: to change these before backward is more often a mistake, and an error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ckptdeco.engine.torch_private import unseen_by_modes
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.layer import Protection
+
+_MAX_WITNESSES = 16  # of calls without any backward
 
 __all__ = ["Witness", "copy_unsaved", "learn_changes"]
 
@@ -39,37 +41,38 @@ class Witness:
         return self.alias._version != self.version
 
 
-def copy_unsaved(call: Call, tensors: list[Tensor], storages: set[int], is_first: bool) -> None:
+def copy_unsaved(call: Call, tensors: list[Tensor], storages: set[int], *, is_watched: bool, is_stored: bool) -> None:
     """Let the call, which is over, keep copies of inputs that the program may change without autograd's objection.
 
     Args:
         call: the call.
         tensors: its inputs.
         storages: addresses of the storages that autograd saved in it; what is there, plain autograd guards.
-        is_first: whether it is not known yet which inputs change later: all are copied, and watched.
+        is_watched: whether it is not known yet which inputs change later: all are copied, and watched.
+        is_stored: whether nothing was dropped, so that nothing is kept either.
     """
     protection = call.protection
-    if is_first:
-        protection.witnesses = {}
-    for i in range(len(tensors)) if is_first else protection.changed_later:
+    del protection.witnesses[:-_MAX_WITNESSES]
+    for i in range(len(tensors)) if is_watched else protection.changed_later:
         source, tensor = call.sources[i], tensors[i]
         if type(source) is not Kept or type(tensor) is not Tensor or tensor.grad_fn is None:
             continue
         if _address(tensor) in storages:
             continue
-        if is_first:
-            protection.witnesses[i] = Witness(tensor)
-        else:
+        if is_watched:
+            protection.witnesses.append((i, Witness(tensor)))
+        if is_stored:
+            continue
+        if not is_watched:
             call.record.why = call.record.why or f"{call.input_name(i)} is changed after the call: a copy is kept"
         source.copy()
 
 
 def learn_changes(protection: Protection) -> None:
-    """Look at the witnesses of the last first call."""
-    for i, witness in list(protection.witnesses.items()):
-        if witness.is_changed():
-            protection.changed_later |= {i}
-            protection.witnesses.pop(i, None)
+    """Look at the witnesses of the calls that were watched."""
+    changed = {i for i, witness in protection.witnesses if witness.is_changed()}
+    if not changed <= protection.changed_later:
+        protection.changed_later |= changed
 
 
 def _address(tensor: Any) -> int:

@@ -36,6 +36,7 @@ class Protection:
         "hooks_take_part",
         "ignored_slots",
         "is_stop_safe",
+        "is_watched",
         "modes_take_part",
         "mutated_inputs",
         "mutates_arguments",
@@ -55,7 +56,8 @@ class Protection:
         self.written_buffers: frozenset[BufferKey] = frozenset()  # buffers written: cloned first
         self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
         self.changed_later: frozenset[int] = frozenset()  # inputs that the program changes after the call (R33)
-        self.witnesses: dict[int, Witness] = {}  # of inputs of the last call that was watched for that
+        self.witnesses: list[tuple[int, Witness]] = []  # of inputs of the last calls that were watched for that
+        self.is_watched = True  # no call was recomputed yet
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
         # whether dispatch modes around forward, by their types, change what it computes, as far as is known
         self.modes_take_part: dict[tuple[type, ...], bool] = {}

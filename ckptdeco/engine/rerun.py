@@ -73,9 +73,10 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         CheckpointError: the run does not match forward.
     """
     call.record.n_recomputed += 1
+    call.protection.is_watched = False
     if call.protection.witnesses:
         learn_changes(call.protection)
-        call.protection.witnesses = {}
+        call.protection.witnesses = []
     modes = ambient.missing_dispatch_modes(call.ambient) if call.ambient[-1] else ()
     takes_part = call.protection.modes_take_part
     if modes and call.is_checked and waiting is not None and modes not in takes_part:

@@ -53,6 +53,41 @@ def test_add_in_place_with_several_forwards_before_their_backwards(under: Any) -
     assert_same(build, step, lambda: tuple(batch() for _ in range(3)), under, steps=3)
 
 
+def test_add_in_place_at_a_later_call_of_a_layer_that_is_shared(under: Any) -> None:
+    def loop(m: Loop, x: torch.Tensor) -> torch.Tensor:
+        layer = m.layers[0]
+        x = layer(layer(layer(x))) * 1.0
+        x += layer(x)
+        return layer(x)
+
+    build = lambda: Stem(Loop([Adds()], loop))  # noqa: E731
+    assert_same(build, forward_backward, lambda: (batch(),), under, steps=5)
+
+
+class RemembersBias(Adds):
+    """Its first call is stored, since it stores something on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(DIM) / DIM
+        return torch.tanh(x + self.table + self.bias)
+
+
+def test_add_in_place_of_a_layer_whose_first_call_is_stored(under: Any) -> None:
+    def loop(m: Loop, x: torch.Tensor) -> torch.Tensor:
+        layer = m.layers[0]
+        x += layer(x)
+        return layer(x * 1.0)
+
+    build = lambda: Stem(Loop([RemembersBias()], loop))  # noqa: E731
+    assert_same(build, forward_backward, lambda: (batch(),), under, steps=5)
+
+
 def test_add_in_place_that_begins_late_is_exact_or_names_the_layer(under: Any) -> None:
     calls = itertools.count(1)
 

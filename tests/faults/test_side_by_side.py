@@ -259,9 +259,10 @@ def test_policy_and_report_belong_to_their_thread() -> None:
             return x.sin().cos()
 
         layer = checkpointable(name=f"layer_of_{i}")(layer)
+        x = torch.randn(3, DIM, requires_grad=True)  # here: a call while another thread draws may be stored
         with policy(segment=1) if i else contextlib.nullcontext():
             barrier.wait()
-            out = layer(torch.randn(3, DIM, requires_grad=True))
+            out = layer(x)
             barrier.wait()
         out.sum().backward()
         reports[i] = str(explain())

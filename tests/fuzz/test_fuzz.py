@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from ckptdeco.engine import recompute, rerun, rng
 from ckptdeco.engine.state import Snapshot
@@ -93,7 +94,11 @@ def _wrong_output_index(patch: Any) -> None:
 
 
 def _surroundings_of_backward(patch: Any) -> None:
-    patch.setattr(rerun, "_surroundings", lambda *args: contextlib.nullcontext())
+    def only_grad(call: Any, run: Any, undo: Any) -> None:
+        undo.append(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        torch.set_grad_enabled(True)
+
+    patch.setattr(rerun, "_enter_surroundings", only_grad)
 
 
 def _every_second_saved_tensor_is_doubled(patch: Any) -> None:
