@@ -192,7 +192,10 @@ def run(
     if protection.witnesses:
         learn_changes(protection)
     is_first = protection.is_check_due()
-    is_due = is_first or options.determinism_check == "values"
+    has_watchers = bool(surroundings[-1]) and not all(
+        protection.modes_take_part.values()
+    )  # they may begin to take part
+    is_due = is_first or has_watchers or options.determinism_check == "values"
     check = is_due and options.determinism_check != "none"
 
     call = Call(body, inputs, info, protection)
@@ -353,5 +356,9 @@ def _watch_randomness(call: Call, inputs: Inputs, is_due: bool) -> rng.Watch:
     if is_due:
         places = [place for snapshot in call.snapshots for place in snapshot.attribute_values()]
         protection.streams = tuple(streams_in([*places, *referred(_function_of(call.body))]))
-    given = streams_in([inputs.args, inputs.kwargs]) if inputs.has_others else ()
+    given = streams_in([inputs.args, inputs.kwargs]) if inputs.has_others else []
+    if not is_due:
+        known = [stream.get for stream in protection.streams]
+        held = [stream for snapshot in call.snapshots for stream in snapshot.generators]
+        given = [*given, *(stream for stream in held if stream.get not in known)]
     return rng.Watch(call.devices, (*protection.streams, *given))

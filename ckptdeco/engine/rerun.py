@@ -79,13 +79,14 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         call.protection.witnesses = []
     modes = ambient.missing_dispatch_modes(call.ambient) if call.ambient[-1] else ()
     takes_part = call.protection.modes_take_part
-    if modes and call.is_checked and waiting is not None and modes not in takes_part:
-        takes_part[modes] = _do_modes_take_part(call, inputs)
+    if modes and call.is_checked and not takes_part.get(modes):
+        takes_part[modes] = _do_modes_take_part(call, inputs)  # asked anew at each call: they may begin to
+    has_watchers = call.is_checked and takes_part.get(modes) is False
     may_stop = is_target and call.options.early_stop and call.protection.is_stop_safe and call.structure is None
     watch = call.watch if call.watch is not None and call.watch.ends and has_other_threads() else None
     for attempt in range(_MAX_ATTEMPTS):
         run = Rerun(call, waiting, may_stop and watch is None)
-        run.has_modes = takes_part.get(modes, True)
+        run.has_modes = not has_watchers
         outputs = _run(call, inputs, run)
         if watch is None or not run.is_disturbed:
             break

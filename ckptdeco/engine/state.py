@@ -17,11 +17,13 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ckptdeco.engine.attributes import ATOMS, keep_value, leads_to_graph, signature
 from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.streams import Stream, streams_in
 from ckptdeco.engine.undo import Undo
 
 if TYPE_CHECKING:
@@ -156,7 +158,7 @@ class Snapshot:
     """State of a module tree at entry of one layer call."""
 
     __slots__ = (
-        "addresses", "attributes", "child_names", "children", "clones", "copies", "flags", "getters",
+        "addresses", "attributes", "child_names", "children", "clones", "copies", "flags", "generators", "getters",
         "has_iterators", "hooks", "is_lazy", "keys", "modules", "n_entries", "originals", "own_code",
         "owners", "signatures", "tensors", "versions",
     )  # fmt: skip
@@ -167,6 +169,7 @@ class Snapshot:
         self.children, self.child_names, self.hooks = tree.children, tree.child_names, tree.hooks
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
         self.has_iterators = False
+        self.generators: list[Stream] = []  # of torch: the layer may have made them since its last checked call
         has_unusual_attributes = False
         self.signatures: list[Any] | None = None
         self.originals = self.attributes  # while the call runs
@@ -178,6 +181,7 @@ class Snapshot:
             self.signatures = self._signatures()
             is_changing = protection.replaces_attributes or protection.mutates_attributes
             values = [value for i in tree.own_code for value in self.attributes[i]]
+            self.generators = streams_in([v for v in values if isinstance(v, (torch.Generator, list, dict))])
             self.has_iterators = any(isinstance(value, Iterator) for value in values)
             # Kernels write plain tensors without a trace, as they do buffers: small ones are cloned.
             small = [v for v in values if type(v) is Tensor and v.grad_fn is None and _n_bytes(v) <= _SMALL]

@@ -69,20 +69,26 @@ def _outermost(
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that transformers marks as layers; else those of which a module holds several alike.
 
-    Else what is alone in a list of modules: it is there to be called several times (ALBERT).
+    Else what is alone in a list of modules: it is there to be called several times (ALBERT). Else `nn.Sequential`s that
+    stand beside each other.
     """
     alike: set[int] = set()
     listed: set[int] = set()
+    sequences: set[int] = set()
     for module in model.modules():
         children = [child for child in module.children() if _is_block(child)]
         n_alike = Counter(type(child) for child in children)
         alike.update(id(child) for child in children if n_alike[type(child)] > 1)
+        inner = [child for child in module.children() if type(child) is nn.Sequential and len(child) > 1]
+        if len(inner) > 1:
+            sequences.update(map(id, inner))
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             listed.update(map(id, children))
     rules: list[Callable[[str, nn.Module], bool]] = [
         lambda _, module: any(base.__name__ == _MARKER for base in type(module).__mro__),
         lambda _, module: id(module) in alike,
         lambda _, module: id(module) in listed,
+        lambda _, module: id(module) in sequences,
     ]
     for rule in rules:
         found = dict(_outermost(model, rule))
@@ -102,6 +108,6 @@ def _what_there_is(model: nn.Module) -> str:
     """The fix of the error: the classes of modules that could be meant."""
     classes = Counter(type(module).__name__ for module in model.modules() if _is_block(module) and module is not model)
     if not classes:
-        return "decorate the forward of the layers with @ckptdeco.checkpointable"
+        return "name the layers: layers= a class, a name glob or a predicate; or put them into nn.Sequential's"
     names = ", ".join(f"{name} ({n}x)" for name, n in classes.most_common(_MAX_NAMES))
     return f"name the layers: layers= a class, a name glob or a predicate; there are {names}"

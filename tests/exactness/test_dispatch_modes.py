@@ -65,6 +65,31 @@ def test_mode_that_changes_values_does_so_in_the_recompute(make: Any, begins: in
     assert_same(_build, step, lambda: (batch(),), under, steps=7)
 
 
+class WarmsUp(TorchDispatchMode):
+    """Only watches for a while, as a quantiser does that has a warm-up."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * self.factor if func is torch.ops.aten.gelu.default else out
+
+
+@pytest.mark.parametrize("begins", [2, 3, 5])
+def test_mode_that_begins_to_change_values(begins: int, under: Any) -> None:
+    steps = iter(range(2, 100))
+
+    def step(model: Any, inputs: Any, context: Any) -> Any:
+        with WarmsUp(1.0 if next(steps) // 2 < begins else 0.5), context():
+            out = model(*inputs)
+        total(out).backward()
+        return out
+
+    assert_same(_build, step, lambda: (batch(),), under, steps=7)
+
+
 def _operators(counts: Counter[str]) -> dict[str, int]:
     """Those that compute; the hooks take aliases of what they hold."""
     return {name: n for name, n in counts.items() if "detach" not in name}

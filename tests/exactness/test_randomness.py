@@ -270,3 +270,33 @@ def test_layer_that_draws_in_its_recompute_only_is_an_error_at_any_call(first: i
     with pytest.raises(RandomnessError):
         total(out).backward()
     MEANWHILE.clear()
+
+
+class MakesGenerator(Layer):
+    """Makes a generator of its own when it first needs one."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.where, self.own = where, {}
+        self.generator: torch.Generator | None = None
+
+    @checkpointable
+    def forward(self, x: torch.Tensor, begun: bool) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        if not begun:
+            return self.out(h * torch.ones(()))
+        if self.where == "attribute":
+            self.generator = self.generator or torch.Generator().manual_seed(1)
+            generator = self.generator
+        else:
+            generator = self.own.setdefault("generator", torch.Generator().manual_seed(1))
+        return self.out(h * torch.rand((), generator=generator))
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict"])
+def test_generator_that_a_layer_makes_for_itself_at_any_call(where: str, exact_from: Any) -> None:
+    def build() -> Stack:
+        return Stack([MakesGenerator(where) for _ in range(3)])
+
+    exact_from(build)

@@ -130,6 +130,7 @@ def _swin() -> nn.Module:
         (_swin, ["down", "up"]),
         (lambda: nn.Sequential(Mlp(), nn.ReLU(), Mlp()), ["0", "2"]),
         (lambda: nn.Sequential(Mlp(), nn.ModuleList([Other()])), ["1.0"]),
+        (lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]), ["0", "1", "2"]),
         (
             lambda: nn.ModuleDict({"encoder": model(), "head": nn.Linear(DIM, 2)}),
             [f"encoder.layers.{i}" for i in range(4)],

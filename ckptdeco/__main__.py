@@ -1,0 +1,7 @@
+"""`python -m ckptdeco` is the command `ckptdeco`."""
+
+import sys
+
+from ckptdeco.cli import main
+
+sys.exit(main())
