@@ -95,6 +95,10 @@ def is_noise(forward: int | None, value: Tensor, filled: Tensor, filled_again: T
     filled.
     """
     what_filled = fingerprint(filled)
+    if filled.dtype is torch.uint8 and filled.dim() == 1 and what_filled != forward:
+        return (
+            True  # the workspace of a kernel, which need not have its memory from torch: what it works on is compared
+        )
     if what_filled == forward or what_filled != fingerprint(filled_again):
         return False
     if fingerprint(value) != what_filled:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ckptdeco.engine.fingerprint import _weights, fingerprint
+from ckptdeco.engine.fingerprint import _weights, fingerprint, is_noise
 from ckptdeco.engine.torch_private import TorchDispatchMode
 
 SIZES = [1, 2, 3, 7, 8, 9, 63, 1000, 8191, 8192, 8193, 16384, 16385, 100_003]
@@ -174,3 +174,11 @@ def test_memory_that_was_freed_is_not_read() -> None:
     tensor = torch.randn(4, 4)
     tensor.untyped_storage().resize_(0)
     assert fingerprint(tensor) is None
+
+
+def test_workspace_that_differs_in_every_run_is_noise_and_what_was_computed_is_not():
+    runs = [torch.arange(64, dtype=torch.uint8) + i for i in range(4)]
+    assert is_noise(fingerprint(runs[0]), *runs[1:])
+    assert not is_noise(fingerprint(runs[0]), runs[1], runs[0], runs[0])
+    computed = [run.float() for run in runs]
+    assert not is_noise(fingerprint(computed[0]), *computed[1:])
