@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
@@ -48,18 +48,16 @@ _ATTENTION: tuple[Switch, ...] = (
 )
 
 
-# Autocast per kind of device that has it on (name, dtype, weight cache), default dtype, function modes, settings that
-# change what the CPU computes, backends of attention, what torch's switches say of early stop and debugging (None:
-# nothing), dispatch modes.
-Ambient = tuple[
-    tuple[tuple[str, torch.dtype, bool], ...],
-    torch.dtype,
-    tuple[object, ...],
-    tuple[Any, ...],
-    tuple[bool, ...],
-    tuple[bool | None, bool | None],
-    tuple[object, ...],
-]
+class Ambient(NamedTuple):
+    """What surrounds a call."""
+
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # per kind of device that has it on: name, dtype, weight cache
+    dtype: torch.dtype  # the default
+    function_modes: tuple[object, ...]
+    numerics: tuple[Any, ...]  # settings that change what the CPU computes
+    attention: tuple[bool, ...]  # backends that are on
+    switches: tuple[bool | None, bool | None]  # what torch's say of early stop and debugging; None: nothing
+    dispatch_modes: tuple[object, ...]
 
 
 def capture(devices: Devices) -> Ambient:
@@ -73,7 +71,7 @@ def capture(devices: Devices) -> Ambient:
                 if torch.is_autocast_enabled(kind)
             ]
         )
-    return (
+    return Ambient(
         autocast,
         torch.get_default_dtype(),
         function_modes(),
@@ -92,7 +90,7 @@ def kind(state: Ambient) -> Any:
 
 def missing_dispatch_modes(state: Ambient) -> tuple[type, ...]:
     """The types of the dispatch modes of `state` that are not active now."""
-    return tuple([type(mode) for mode in _missing(state[-1], dispatch_modes())])
+    return tuple([type(mode) for mode in _missing(state.dispatch_modes, dispatch_modes())])
 
 
 def _missing(wanted: tuple[object, ...], present: tuple[object, ...]) -> list[object]:

@@ -181,8 +181,8 @@ def run(
     tensors = inputs.tensors
     devices = rng.devices_of(tensors)
     surroundings = ambient.capture(devices)
-    if surroundings[5] != _NO_SWITCHES:
-        options = options.overridden(*surroundings[5])
+    if surroundings.switches != _NO_SWITCHES:
+        options = options.overridden(*surroundings.switches)
     layer = info.layer()
     trees = _trees(info, layer, body, inputs)
     kind: tuple[Any, ...] = getattr(layer, "training", None), ambient.kind(surroundings), len(tensors)
@@ -192,9 +192,8 @@ def run(
     if protection.witnesses:
         learn_changes(protection)
     is_first = protection.is_check_due()
-    has_watchers = bool(surroundings[-1]) and not all(
-        protection.modes_take_part.values()
-    )  # they may begin to take part
+    # Dispatch modes that only watched so far may begin to take part: such calls are compared, each of them.
+    has_watchers = bool(surroundings.dispatch_modes) and not all(protection.modes_take_part.values())
     is_due = is_first or has_watchers or options.determinism_check == "values"
     check = is_due and options.determinism_check != "none"
 
@@ -215,7 +214,7 @@ def run(
     objects = _watch_objects(call, inputs, is_due)
     probe = Probe()
     # With "values" the calls in between are compared, too, but need not be read twice in forward.
-    pack = probe.pack_checked if protection.is_check_due() else probe.pack
+    pack = probe.pack_checked if is_first else probe.pack
     call.is_checked = check
     listener = listen(call.snapshots, probe, is_due, protection.hooks_take_part)
     try:
@@ -239,9 +238,7 @@ def run(
         state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
         surprise = learn(call, protection, tensors, versions, written, state) or surprise
         surprise = _learn_objects(protection, objects) or surprise
-        if are_weights_cached() and any(
-            isinstance(m, ParametrizationList) for snap in call.snapshots for m in snap.modules
-        ):
+        if are_weights_cached() and _has_parametrised_weights(call):
             surprise = "its weights are computed once for several calls (parametrize.cached)"
         buffers = _own_buffers(trees)
         n_dropped = 0

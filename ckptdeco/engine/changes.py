@@ -8,11 +8,11 @@ copied: to change these before backward is more often a mistake, and an error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ckptdeco.engine.kept import Kept
+from ckptdeco.engine.kept import Kept, storage_address
 from ckptdeco.engine.torch_private import unseen_by_modes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def copy_unsaved(call: Call, tensors: list[Tensor], storages: set[int], *, is_wa
         source, tensor = call.sources[i], tensors[i]
         if type(source) is not Kept or type(tensor) is not Tensor or tensor.grad_fn is None:
             continue
-        if _address(tensor) in storages:
+        if storage_address(tensor) in storages:
             continue
         if is_watched:
             protection.witnesses.append((i, Witness(tensor)))
@@ -73,11 +73,3 @@ def learn_changes(protection: Protection) -> None:
     changed = {i for i, witness in protection.witnesses if witness.is_changed()}
     if not changed <= protection.changed_later:
         protection.changed_later |= changed
-
-
-def _address(tensor: Any) -> int:
-    try:
-        address: int = tensor.untyped_storage().data_ptr()
-        return address
-    except (RuntimeError, NotImplementedError):
-        return -1

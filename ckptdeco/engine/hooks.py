@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from ctypes import string_at
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import torch
 
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import running
+from ckptdeco.engine.streams import bytes_of
 from ckptdeco.engine.torch_private import HOOK_ATTRIBUTES, global_module_hooks
 from ckptdeco.engine.tree import tensors_in
 from ckptdeco.engine.undo import Undo
@@ -104,7 +104,7 @@ _SILENCE = _Silence()
 class Listener:
     """Hears the hooks of one layer call; a context manager around its forward."""
 
-    __slots__ = ("changes", "is_close", "outer", "placed", "probe", "ranges", "snapshots", "took_part")
+    __slots__ = ("is_close", "outer", "placed", "probe", "ranges", "snapshots", "took_part")
 
     def __init__(self, snapshots: list[Snapshot], probe: Probe, is_close: bool) -> None:
         self.snapshots = snapshots
@@ -144,8 +144,7 @@ class Listener:
     def _look(self, args: Any, kwargs: Any) -> list[Any]:
         tensors = tensors_in([args[1:], kwargs])
         seen: list[Any] = [0 if t.is_inference() else t._version for t in tensors]
-        state = torch.default_generator.get_state()
-        seen.append(string_at(state.data_ptr(), state.numel()))
+        seen.append(bytes_of(torch.default_generator.get_state()))
         own = (
             getattr(args[0], "__dict__", {}) if args else {}
         )  # a hook is given its module first: weight norm writes there

@@ -18,7 +18,7 @@ from torch import Tensor
 from ckptdeco.engine.running import Frame
 from ckptdeco.engine.torch_private import has_saved_tensor_hooks, is_inside_torch_checkpoint
 
-__all__ = ["Changed", "Kept", "geometry", "keep"]
+__all__ = ["Changed", "Kept", "geometry", "keep", "storage_address"]
 
 
 class _Keep(torch.autograd.Function):
@@ -103,6 +103,14 @@ class Kept:
             self.tensor = self.tensor.detach().clone()
             self.version = self.tensor._version
             self.is_copy = True
+
+
+def storage_address(tensor: Tensor) -> int:
+    """What tells storages apart while they live; tensors without one stand for themselves."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptdeco.engine.fingerprint import fingerprint
+from ckptdeco.engine.kept import storage_address
 from ckptdeco.engine.layer import Protection
 from ckptdeco.engine.saved import MODIFIED, NO_TASK, Saved, is_parameter
 
@@ -22,13 +23,6 @@ __all__ = ["Probe", "learn", "versions_of"]
 def versions_of(tensors: list[Tensor]) -> list[int]:
     """Version counters; inference tensors have none."""
     return [t._version if not t.is_inference() else 0 for t in tensors]
-
-
-def _storage_of(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
 
 
 def learn(
@@ -46,7 +40,7 @@ def learn(
         if not mutated <= protection.mutated_inputs:
             protection.mutated_inputs |= mutated
             surprise = "it changed an input in place"
-        if len({_storage_of(tensors[i]) for i in mutated}) < len(mutated):
+        if len({storage_address(tensors[i]) for i in mutated}) < len(mutated):
             surprise = "it changed an input in place that another argument shares"  # clones would not share it
     for snapshot, (tree, before) in zip(call.snapshots, buffers, strict=True):
         surprise = _learn_state(protection, snapshot, tree, before) or surprise
@@ -85,6 +79,13 @@ def _learn_state(
     return surprise
 
 
+def _lead_to_no_graph(saved: Saved) -> None:
+    """Hold an alias of the tensor, which itself would close a cycle through its graph."""
+    value = saved.value
+    if value is not None and value.grad_fn is not None:
+        saved.value = value.detach()
+
+
 class Probe:
     """Holds the saved tensors of a running call until it is known what to do with them."""
 
@@ -109,19 +110,15 @@ class Probe:
         return self.pack(tensor)
 
     def keep_all(self) -> None:
-        """Store everything: as detached aliases, since the tensors themselves would close cycles."""
+        """Store everything."""
         for saved in self.saved:
-            value = saved.value
-            if value is not None and value.grad_fn is not None:
-                saved.value = value.detach()
+            _lead_to_no_graph(saved)
 
     def set_apart(self, ranges: list[tuple[int, int]]) -> None:
         """Store these for good: they are not the layer's own (saved by a hook)."""
         indices = {i for start, end in ranges for i in range(start, end)}
         for i in indices:
-            saved = self.saved[i]
-            if saved.value is not None and saved.value.grad_fn is not None:
-                saved.value = saved.value.detach()
+            _lead_to_no_graph(self.saved[i])
         self.saved = [saved for i, saved in enumerate(self.saved) if i not in indices]
         self.values = [value for i, value in enumerate(self.values) if i not in indices]
 
@@ -181,7 +178,7 @@ class Probe:
 
     def storages(self) -> set[int]:
         """Addresses of what is held."""
-        return {_storage_of(saved.value) for saved in self.saved if saved.value is not None}
+        return {storage_address(saved.value) for saved in self.saved if saved.value is not None}
 
     def n_bytes(self, buffers: set[int]) -> int:
         """Bytes of the unique storages held, without parameters and the layer's own buffers."""

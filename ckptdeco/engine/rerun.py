@@ -77,7 +77,7 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     if call.protection.witnesses:
         learn_changes(call.protection)
         call.protection.witnesses = []
-    modes = ambient.missing_dispatch_modes(call.ambient) if call.ambient[-1] else ()
+    modes = ambient.missing_dispatch_modes(call.ambient) if call.ambient.dispatch_modes else ()
     takes_part = call.protection.modes_take_part
     if modes and call.is_checked and not takes_part.get(modes):
         takes_part[modes] = _do_modes_take_part(call, inputs)  # asked anew at each call: they may begin to
