@@ -52,7 +52,8 @@ def _make_parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     if not options.png.absolute().parent.is_dir():
         return _fail(f"there is no folder {options.png.parent} to write {options.png.name} to. Fix: create it first")
-    from ckptdeco.demo.command import MissingExtraError, demo
+    from ckptdeco.demo.command import demo
+    from ckptdeco.extras import MissingExtraError
 
     try:
         return demo(options.png, n_steps=options.steps, is_quick=options.quick)

@@ -20,6 +20,7 @@ _BELOW_DECORATOR = {"policy", "context", "schedule", "engine"}
 _BELOW_TOP = _BELOW_DECORATOR | {"decorator", "dropin", "__init__"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
+    "extras": set(),
     "schedule": set(),
     "engine": {"schedule.actions"},
     "context": {"schedule"},
@@ -27,9 +28,9 @@ LAYERS: dict[str, set[str]] = {
     "decorator": _BELOW_DECORATOR,
     "dropin": {"context", "engine", "schedule"},
     "planning": _BELOW_TOP,
-    "integrations": _BELOW_TOP,
-    "demo": _BELOW_TOP | {"planning"},
-    "cli": _BELOW_TOP | {"planning", "integrations", "demo"},
+    "integrations": _BELOW_TOP | {"extras"},
+    "demo": _BELOW_TOP | {"planning", "extras"},
+    "cli": _BELOW_TOP | {"planning", "integrations", "demo", "extras"},
     "__main__": {"cli"},
     "__init__": _BELOW_DECORATOR | {"decorator", "dropin", "planning", "integrations"},
 }

@@ -5,17 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-
-class MissingExtraError(ImportError):
-    """A package of an optional extra is not installed."""
-
-    def __init__(self, packages: list[str], extra: str) -> None:
-        super().__init__(packages, extra)
-        self.packages = packages
-        self.extra = extra
-
-    def __str__(self) -> str:
-        return f"this needs {' and '.join(self.packages)}. Fix: pip install 'ckptdeco[{self.extra}]'"
+from ckptdeco.extras import MissingExtraError
 
 
 def check_extra() -> None:

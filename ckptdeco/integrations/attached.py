@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptdeco.integrations.modules import decorate
 from ckptdeco.integrations.selection import LayerSelector
-from ckptdeco.integrations.text import policy_from_text
+from ckptdeco.integrations.text import as_policy
 from ckptdeco.policy import Policy
 
 __all__ = ["Attachment", "attach"]
@@ -41,7 +41,7 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.layers.__exit__(None, None, None)
+        self.layers.undecorate()
 
     def __enter__(self) -> Attachment:
         return self
@@ -76,4 +76,4 @@ def attach(
         >>> with attach(encoder, "segment=2"):
         ...     encoder(torch.ones(2, 5, 8)).sum().backward()
     """
-    return Attachment(model, policy_from_text(policy) if isinstance(policy, str) else policy, layers)
+    return Attachment(model, as_policy(policy), layers)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptdeco.integrations.extras import missing
+from ckptdeco.extras import MissingExtraError
 from ckptdeco.integrations.modules import DecoratedLayers, decorate
 from ckptdeco.integrations.selection import LayerSelector
-from ckptdeco.integrations.text import policy_from_text
+from ckptdeco.integrations.text import as_policy
 from ckptdeco.policy import Policy
 
 try:
@@ -17,7 +17,7 @@ except ImportError:
     try:
         from pytorch_lightning.callbacks import Callback
     except ImportError as error:
-        raise missing("lightning", "CheckpointPolicyCallback") from error
+        raise MissingExtraError(["lightning"], "lightning") from error
 
 __all__ = ["CheckpointPolicyCallback"]
 
@@ -36,7 +36,7 @@ class CheckpointPolicyCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, policy: Policy | str, layers: LayerSelector | Sequence[LayerSelector] = "auto") -> None:
-        self.policy = policy_from_text(policy) if isinstance(policy, str) else policy
+        self.policy = as_policy(policy)
         self.layers = layers
         self._decorated: DecoratedLayers | None = None
         self._is_active = False
@@ -71,5 +71,5 @@ class CheckpointPolicyCallback(Callback):  # type: ignore[misc]
     def _detach(self) -> None:
         self._leave()
         if self._decorated is not None:
-            self._decorated.__exit__(None, None, None)
+            self._decorated.undecorate()
             self._decorated = None

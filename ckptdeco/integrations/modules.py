@@ -47,6 +47,10 @@ class DecoratedLayers(Mapping[str, nn.Module]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.undecorate()
+
+    def undecorate(self) -> None:
+        """Take back what this call of `decorate` did, and no more."""
         model = self._model()
         if model is not None:
             for name in self._fresh:

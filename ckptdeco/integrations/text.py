@@ -7,7 +7,7 @@ import ast
 from ckptdeco.errors import PolicyError
 from ckptdeco.policy import Policy, policy
 
-__all__ = ["policy_from_text"]
+__all__ = ["as_policy", "policy_from_text"]
 
 
 def policy_from_text(text: str) -> Policy:
@@ -38,6 +38,11 @@ def policy_from_text(text: str) -> Policy:
             )
         options[name] = _value(value)
     return policy(**options)  # type: ignore[arg-type]
+
+
+def as_policy(policy: Policy | str) -> Policy:
+    """The policy itself, or the one that a text describes."""
+    return policy_from_text(policy) if isinstance(policy, str) else policy
 
 
 def _value(text: str) -> object:

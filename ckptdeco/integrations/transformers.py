@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ckptdeco.extras import MissingExtraError
 from ckptdeco.integrations.attached import Attachment, attach
-from ckptdeco.integrations.extras import missing
 from ckptdeco.integrations.selection import LayerSelector
-from ckptdeco.integrations.text import policy_from_text
+from ckptdeco.integrations.text import as_policy
 from ckptdeco.policy import Policy
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise missing("transformers", "CheckpointPolicyCallback") from error
+    raise MissingExtraError(["transformers"], "transformers") from error
 
 __all__ = ["CheckpointPolicyCallback"]
 
@@ -36,7 +36,7 @@ class CheckpointPolicyCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, policy: Policy | str, layers: LayerSelector | Sequence[LayerSelector] = "auto") -> None:
-        self.policy = policy_from_text(policy) if isinstance(policy, str) else policy
+        self.policy = as_policy(policy)
         self.layers = layers
         self._attachment: Attachment | None = None
 

@@ -12,7 +12,6 @@ from tests.support.subject import POLICIES, PolicySpec
 
 @pytest.fixture(params=POLICIES, ids=str)
 def under(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    """Returns the same policy each time, so that what it learns in the first step is used in the next."""
+    """The folder's policies, one after the other."""
     spec: PolicySpec = request.param
-    made = spec.make()
-    return lambda: made
+    return spec.under()

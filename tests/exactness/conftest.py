@@ -46,10 +46,9 @@ Exact = Callable[..., None]
 
 @pytest.fixture(params=POLICIES, ids=str)
 def under(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    """Returns the same policy each time, so that what it learns in the first step is used in the next."""
+    """The folder's policies, one after the other."""
     spec: PolicySpec = request.param
-    made = spec.make()
-    return lambda: made
+    return spec.under()
 
 
 @pytest.fixture
@@ -81,8 +80,7 @@ def exact_from(request: pytest.FixtureRequest) -> Exact:
 @pytest.fixture(params=SCHEDULES, ids=str)
 def scheduled(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """Returns the same policy each time, of those that differ in what is kept and in how often calls are run again."""
-    made = request.param.make()
-    return lambda: made
+    return request.param.under()
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 from typing import Any
 
 import torch
 
 from tests.fuzz.catalogue import Loop
+from tests.support.threads import on_thread
 
 
 class Single(Loop):
@@ -147,21 +147,8 @@ class OnThread(Loop):
 
     @staticmethod
     def step(run: Any, batches: list[Any]) -> Any:
-        got: list[Any] = []
         context = contextvars.copy_context()
-
-        def work() -> None:
-            try:
-                got.append(context.run(Single.step, run, batches))
-            except BaseException as error:
-                got.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        if isinstance(got[0], BaseException):
-            raise got[0]
-        return got[0]
+        return on_thread(lambda: context.run(Single.step, run, batches))
 
 
 class FromGenerator(Loop):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import ckptdeco
 from tests.fuzz.catalogue import WIDTH, Move, checkpoint, mode
+from tests.support.threads import on_thread
 
 
 class Call(Move):
@@ -106,23 +106,14 @@ class CallOnThread(Move):
 
     @staticmethod
     def run(h: Tensor, env: Any, layer: int, k: int) -> Tensor:
-        got: list[Any] = []
         context = contextvars.copy_context()
         grad, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
-        def work() -> None:
+        def work() -> Any:
             with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=dtype):
-                try:
-                    got.append(context.run(env.call, layer, h) if k % 2 else env.call(layer, h))
-                except BaseException as error:
-                    got.append(error)
+                return context.run(env.call, layer, h) if k % 2 else env.call(layer, h)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        if isinstance(got[0], BaseException):
-            raise got[0]
-        return got[0]
+        return on_thread(work)
 
 
 class CallWithHooks(Move):

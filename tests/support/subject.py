@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 ENGINE = os.environ.get("CKPTDECO_TEST_ENGINE", "ckptdeco")
@@ -38,6 +39,11 @@ class PolicySpec:
     def make(self) -> Any:
         """Returns the policy."""
         return policy(**dict(self.options))
+
+    def under(self) -> Callable[[], Any]:
+        """Returns the same policy each time, so that what it learns in the first step is used in the next."""
+        made = self.make()
+        return lambda: made
 
     def __str__(self) -> str:
         return ",".join(f"{key}={value}" for key, value in self.options)
