@@ -50,26 +50,43 @@ class _Spy:
 
 _Placed = list[tuple[_Dictionary, int, _Spy]]
 
+_PATIENCE_S = 1.0
 _turn = threading.Lock()  # held while spies come and go, never while user code runs (R35)
 
 
+def _take_turn() -> threading.Lock:
+    """The lock, taken. What it guards takes microseconds: who waits in vain finds it orphaned by an interrupt."""
+    global _turn
+    turn = _turn
+    if not turn.acquire(timeout=_PATIENCE_S):
+        turn = _turn = threading.Lock()
+        turn.acquire()
+    return turn
+
+
 def _install(dictionaries: Iterable[_Dictionary], placed: _Placed) -> None:
-    with _turn:
+    turn = _take_turn()
+    try:
         for hooks in dictionaries:
             for key, hook in list(hooks.items()):
                 spy = hook if isinstance(hook, _Spy) else _Spy(hook)
                 placed.append((hooks, key, spy))
                 spy.users.add(id(placed))
                 hooks[key] = spy
+    finally:
+        turn.release()
 
 
 def _remove(placed: _Placed) -> None:
     """The undo of `_install`; may be called again."""
-    with _turn:
+    turn = _take_turn()
+    try:
         for hooks, key, spy in placed:
             spy.users.discard(id(placed))
             if not spy.users and hooks.get(key) is spy:
                 hooks[key] = spy.hook
+    finally:
+        turn.release()
 
 
 class Hooks:

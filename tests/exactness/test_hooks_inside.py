@@ -250,3 +250,25 @@ def test_hook_that_first_fires_in_a_call_that_is_not_checked_and_writes_on_its_m
             return (self.map(h) * self.map.gain).sin() if begun else h
 
     exact_from(lambda: Stack([Late() for _ in range(4)]))
+
+
+def test_an_interrupt_that_leaves_the_lock_taken_stops_no_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptdeco import policy
+    from ckptdeco.engine import hooks
+
+    monkeypatch.setattr(hooks, "_PATIENCE_S", 0.01)
+    orphaned = hooks._turn
+    orphaned.acquire()
+    seen = Seen()
+
+    def build() -> Stack:
+        model = Stack([Mlp() for _ in range(4)])
+        for layer in model.layers:
+            _count_pairs(layer, seen)
+        return model
+
+    try:
+        assert_same(build, seen.step, lambda: (batch(),), lambda: policy(segment=2))
+    finally:
+        orphaned.release()
+    assert hooks._turn is not orphaned
