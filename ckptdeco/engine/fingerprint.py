@@ -95,14 +95,28 @@ def is_noise(forward: int | None, value: Tensor, filled: Tensor, filled_again: T
     filled.
     """
     what_filled = fingerprint(filled)
-    if filled.dtype is torch.uint8 and filled.dim() == 1 and what_filled != forward:
-        return (
-            True  # the workspace of a kernel, which need not have its memory from torch: what it works on is compared
-        )
-    if what_filled == forward or what_filled != fingerprint(filled_again):
+    with torch.no_grad(), unseen_by_modes():
+        is_filling = _holds_filling(filled)
+        if what_filled == forward:
+            # Forward may have been given memory that an earlier run had filled: then what differs is what is filled.
+            return bool((is_filling | _is_same(value, filled)).all())
+        has_filling = bool(is_filling.any())
+    if filled.dtype is torch.uint8 and filled.dim() == 1:
+        return True  # the workspace of a kernel, which need not have its memory from torch: what it works on is compared
+    if what_filled != fingerprint(filled_again):
         return False
-    if fingerprint(value) != what_filled:
-        return True
+    return has_filling or fingerprint(value) != what_filled
+
+
+def _holds_filling(filled: Tensor) -> Tensor:
+    """Where a tensor holds what torch fills fresh memory with."""
     if filled.is_floating_point() or filled.is_complex():
-        return bool(filled.isnan().any())
-    return filled.dtype is not torch.bool and bool((filled == torch.iinfo(filled.dtype).max).any())
+        return filled.isnan()
+    if filled.dtype is torch.bool:
+        return torch.zeros_like(filled)
+    return filled == torch.iinfo(filled.dtype).max
+
+
+def _is_same(value: Tensor, filled: Tensor) -> Tensor:
+    """Where two tensors have the same values; nowhere if they have other shapes."""
+    return value == filled if value.shape == filled.shape else torch.zeros_like(filled, dtype=torch.bool)

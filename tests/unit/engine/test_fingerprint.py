@@ -182,3 +182,15 @@ def test_workspace_that_differs_in_every_run_is_noise_and_what_was_computed_is_n
     assert not is_noise(fingerprint(runs[0]), runs[1], runs[0], runs[0])
     computed = [run.float() for run in runs]
     assert not is_noise(fingerprint(computed[0]), *computed[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32], ids=str)
+def test_forward_in_memory_that_an_earlier_run_had_filled_is_noise_only_where_it_is_filled(dtype: torch.dtype) -> None:
+    filling = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    filled = torch.arange(64).to(dtype)
+    filled[40:] = filling
+    value = filled.clone()
+    value[40:] = 7
+    assert is_noise(fingerprint(filled), value, filled, filled)
+    value[3] += 1  # which a kernel wrote
+    assert not is_noise(fingerprint(filled), value, filled, filled)
