@@ -102,7 +102,8 @@ def is_noise(forward: int | None, value: Tensor, filled: Tensor, filled_again: T
             return bool((is_filling | _is_same(value, filled)).all())
         has_filling = bool(is_filling.any())
     if filled.dtype is torch.uint8 and filled.dim() == 1:
-        return True  # the workspace of a kernel, which need not have its memory from torch: what it works on is compared
+        # The workspace of a kernel, which need not have its memory from torch: what it works on is compared.
+        return True
     if what_filled != fingerprint(filled_again):
         return False
     return has_filling or fingerprint(value) != what_filled
