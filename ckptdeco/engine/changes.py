@@ -55,13 +55,11 @@ def copy_unsaved(call: Call, tensors: list[Tensor], storages: set[int], *, is_wa
     del protection.witnesses[:-_MAX_WITNESSES]
     for i in range(len(tensors)) if is_watched else protection.changed_later:
         source, tensor = call.sources[i], tensors[i]
-        if type(source) is not Kept or type(tensor) is not Tensor or tensor.grad_fn is None:
+        if type(tensor) is not Tensor or tensor.grad_fn is None or storage_address(tensor) in storages:
             continue
-        if storage_address(tensor) in storages:
-            continue
-        if is_watched:
+        if is_watched:  # also what this call need not keep: the next may have to
             protection.witnesses.append((i, Witness(tensor)))
-        if is_stored:
+        if is_stored or type(source) is not Kept:
             continue
         if not is_watched:
             call.record.why = call.record.why or f"{call.input_name(i)} is changed after the call: a copy is kept"

@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+import ckptdeco
 from tests.support.layers import DIM, Block, Layer, Loop, Stem, TanhLayer, batch
 from tests.support.oracle import assert_same, forward_backward
 from tests.support.subject import checkpointable
@@ -86,6 +87,27 @@ def test_add_in_place_of_a_layer_whose_first_call_is_stored(under: Any) -> None:
 
     build = lambda: Stem(Loop([RemembersBias()], loop))  # noqa: E731
     assert_same(build, forward_backward, lambda: (batch(),), under, steps=5)
+
+
+class Residual(Adds):
+    """Nor does anything save its output."""
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x + self.bias)
+
+
+def test_add_in_place_is_learned_from_calls_whose_input_another_policy_keeps() -> None:
+    """In the first step no input of the shared layer but the first is kept, in the next ones all are (R33)."""
+    policies = itertools.cycle([ckptdeco.policy(segment=3), ckptdeco.policy(segment=1)])
+
+    def loop(m: Loop, x: torch.Tensor) -> torch.Tensor:
+        x = m.layers[0](m.layers[0](x))
+        x += m.layers[0](x)
+        return x
+
+    build = lambda: Stem(Loop([Residual()], loop))  # noqa: E731
+    assert_same(build, forward_backward, lambda: (batch(),), lambda: next(policies), steps=4)
 
 
 def test_add_in_place_that_begins_late_is_exact_or_names_the_layer(under: Any) -> None:

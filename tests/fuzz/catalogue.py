@@ -53,10 +53,12 @@ class Part(nn.Module, Ingredient):
     Attributes:
         wants: keyword arguments of the layer that it reads: "mask", "gate", "cache", "generator", "info".
         may_begin_late: whether it may be idle until a later step.
+        is_lost_on_torch: whether it draws from a stream that torch's own checkpoint does not set back.
     """
 
     wants: ClassVar[tuple[str, ...]] = ()
     may_begin_late: ClassVar[bool] = True
+    is_lost_on_torch: ClassVar[bool] = False
 
     def __init__(self, k: int) -> None:
         super().__init__()

@@ -35,7 +35,11 @@ def judge(program: Program) -> str:
         reason = program.refusals().get(type(error).__name__)
         if reason is not None:
             return f"refused: {reason} ({type(error).__name__})"
-    if goes_on and error is None:
+    if (
+        goes_on
+        and (error is None or len(mine.seen) > len(plain.seen))
+        and not isinstance(error, ckptdeco.CheckpointError)
+    ):
         return "plain raises"
     if plain.error is not None:
         if len(plain.seen) == len(mine.seen) and isinstance(error, type(plain.error)):

@@ -81,6 +81,8 @@ class CheckpointedCall(Move):
     def run(h: Tensor, env: Any, layer: int, k: int) -> Tensor:
         if "cache" in env.layer(layer).wants:  # limits.md: what a function changes in its closure is changed again
             return env.call(layer, h)
+        if any(part.is_lost_on_torch for part in env.layer(layer).parts):
+            k |= 1  # else torch's recompute draws other numbers, and plain training is wrong
         call = env.bound(layer)
         if k == 0:
             return torch_checkpoint.checkpoint(call, h, use_reentrant=False, early_stop=False)
@@ -102,14 +104,22 @@ class CallWithoutPolicy(Move):
 
 
 class CallOnThread(Move):
-    """The call on another thread, which inherits the context (k odd) or not."""
+    """The call on another thread, which inherits the context (k odd) or not.
+
+    Autograd numbers the nodes of each thread from 0, and adds up gradients whose nodes have the same number in an order
+    that is not defined (limits.md). So each thread begins at a number of its own.
+    """
 
     @staticmethod
     def run(h: Tensor, env: Any, layer: int, k: int) -> Tensor:
         context = contextvars.copy_context()
         grad, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
+        env.effects["thread"] += 1
+
         def work() -> Any:
+            for _ in range(200 * (env.effects["thread"] % 8)):
+                torch.ones((), requires_grad=True).clone()
             with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=dtype):
                 return context.run(env.call, layer, h) if k % 2 else env.call(layer, h)
 

@@ -61,7 +61,11 @@ class LayerDrop(_Random):
         return h if torch.rand(()) < small(self.k) else h.sigmoid() * h
 
 
-class OwnGenerator(_Random):
+class _Other(_Random):
+    is_lost_on_torch = True
+
+
+class OwnGenerator(_Other):
     """A generator on the module."""
 
     def __init__(self, k: int) -> None:
@@ -72,7 +76,7 @@ class OwnGenerator(_Random):
         return h * torch.rand(h.shape, generator=self.generator)
 
 
-class OwnGenerators(_Random):
+class OwnGenerators(_Other):
     """Generators in a container on the module; one of them is used."""
 
     def __init__(self, k: int) -> None:
@@ -83,7 +87,7 @@ class OwnGenerators(_Random):
         return h + torch.rand(h.shape, generator=self.streams["ab"[self.k % 2]][0])
 
 
-class GivenGenerator(_Random):
+class GivenGenerator(_Other):
     """A generator among the arguments."""
 
     wants = ("generator",)
@@ -99,7 +103,7 @@ class GlobalGenerator(_Random):
         return h + torch.normal(0.0, 1.0, h.shape, generator=torch.default_generator)
 
 
-class PythonRandom(_Random):
+class PythonRandom(_Other):
     may_begin_late = False  # limits.md: watched from the first checked call that draws
 
     def forward(self, h: Tensor, call: LayerCall) -> Tensor:
@@ -112,7 +116,7 @@ class PythonRandom(_Random):
         return h + random.gauss(0.0, 1.0)
 
 
-class NumpyRandom(_Random):
+class NumpyRandom(_Other):
     may_begin_late = False  # as above
 
     def forward(self, h: Tensor, call: LayerCall) -> Tensor:

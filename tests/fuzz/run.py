@@ -49,8 +49,8 @@ def judge_chunk(seed: int, n_programs: int = N_IN_CHUNK, n_minimised: int = 3) -
         except Difference as difference:
             tally.outcomes["DIFFERS"] += 1
             found = str(difference)
-            if len(tally.differences) < n_minimised:
-                found = difference_of(minimise(program)) or found
+            if len(tally.differences) < n_minimised and (smaller := difference_of(minimise(program))):
+                found = f"{smaller}\nas drawn: {found}"
             tally.differences.append(found)
 
     draw()
