@@ -22,6 +22,12 @@ def install(session: nox.Session, *what: str) -> None:
     session.install("-c", str(CONSTRAINTS), *what)
 
 
+def install_tests(session: nox.Session, constraints: Path = CONSTRAINTS) -> None:
+    """Installs the project and all that its tests use; timm without torchvision, see README."""
+    session.install("-c", str(constraints), "-e", ".[test]")
+    session.install("-c", str(constraints), "--no-deps", "timm")
+
+
 def lowest_versions() -> list[str]:
     """The project's two dependencies at the lower bounds that pyproject.toml states."""
     declared = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -32,7 +38,7 @@ def lowest_versions() -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite."""
-    install(session, "-e", ".[test]")
+    install_tests(session)
     session.run("python", "-m", "pytest", *(session.posargs or ["-n", "auto"]), env={"OMP_NUM_THREADS": "1"})
 
 
@@ -44,7 +50,7 @@ def minimums(session: nox.Session) -> None:
     kept = [line for line in CONSTRAINTS.read_text().splitlines() if re.split(r"[=<>]", line)[0] not in names]
     constraints = Path(session.create_tmp()) / "minimums.txt"
     constraints.write_text("\n".join([*kept, *(f"{requirement}.*" for requirement in lowest)]) + "\n")
-    session.install("-c", str(constraints), "-e", ".[test]")
+    install_tests(session, constraints)
     session.run("python", "-m", "pytest", *(session.posargs or ["-n", "auto"]), env={"OMP_NUM_THREADS": "1"})
 
 
