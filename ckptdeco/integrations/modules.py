@@ -72,7 +72,8 @@ def decorate(model: nn.Module, layers: LayerSelector | Sequence[LayerSelector] =
         model: the model, or a part of one.
         layers: a class, a name glob (``"encoder.layers.*"``), a predicate on modules, or several of these; of nested
             matches the outermost is taken. ``"auto"`` takes the layers that transformers marks for its own gradient
-            checkpointing, else every module that stands beside others of its class, looked for from the outside.
+            checkpointing, else the blocks of which a list or `nn.Sequential` holds several of a class; stages are
+            looked into.
 
     Returns:
         The layers by name; usable as a context manager that undecorates them at its end.

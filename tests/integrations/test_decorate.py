@@ -119,6 +119,48 @@ def _swin() -> nn.Module:
     return nn.ModuleDict({"down": Stage(2), "norm": nn.LayerNorm(DIM), "up": Stage(1)})
 
 
+class Holder(nn.Module):
+    """Modules as attributes."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Normed(nn.BatchNorm1d):
+    """A norm that holds its activation."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.act = nn.ReLU()
+
+
+def _experts() -> nn.Module:
+    """Blocks with an attention and a list of experts."""
+
+    def block() -> nn.Module:
+        return Holder(attention=Other(), experts=nn.ModuleList([Mlp() for _ in range(4)]))
+
+    return Holder(layers=nn.ModuleList([block() for _ in range(2)]), head=nn.Linear(DIM, 2))
+
+
+def _u_net() -> nn.Module:
+    """Blocks that hold only lists, some of one layer."""
+
+    class Down(Holder):
+        pass
+
+    def block(kind: type[Holder], n: int) -> nn.Module:
+        return kind(resnets=nn.ModuleList([Mlp() for _ in range(n)]), down=nn.ModuleList([nn.Linear(DIM, DIM)]))
+
+    return Holder(
+        down=nn.ModuleList([block(Down, 1), block(Down, 1)]),
+        middle=block(Holder, 2),
+        up=nn.ModuleList([block(Holder, 2), block(Holder, 2)]),
+    )
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -127,13 +169,37 @@ def _swin() -> nn.Module:
             ["layers.0", "layers.1"],
         ),
         (_resnet, ["1.0", "1.1", "2.0", "2.1", "2.2"]),
-        (_swin, ["down", "up"]),
+        (_swin, ["down.blocks.0", "down.blocks.1", "up.blocks.0"]),
         (lambda: nn.Sequential(Mlp(), nn.ReLU(), Mlp()), ["0", "2"]),
         (lambda: nn.Sequential(Mlp(), nn.ModuleList([Other()])), ["1.0"]),
         (lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]), ["0", "1", "2"]),
         (
             lambda: nn.ModuleDict({"encoder": model(), "head": nn.Linear(DIM, 2)}),
             [f"encoder.layers.{i}" for i in range(4)],
+        ),
+        (_experts, ["layers.0", "layers.1"]),
+        (
+            _u_net,
+            [
+                *("down.0.resnets.0", "down.1.resnets.0", "middle.resnets.0", "middle.resnets.1"),
+                *("up.0.resnets.0", "up.0.resnets.1", "up.1.resnets.0", "up.1.resnets.1"),
+            ],
+        ),
+        (  # towers of one class
+            lambda: Holder(image=model(), text=model(), scale=nn.Linear(2, 2)),
+            [f"{tower}.layers.{i}" for tower in ("image", "text") for i in range(4)],
+        ),
+        (  # a list of pairs
+            lambda: nn.ModuleList([nn.ModuleList([Mlp(), Other()]) for _ in range(2)]),
+            ["0.0", "0.1", "1.0", "1.1"],
+        ),
+        (  # a norm that holds its activation is no block
+            lambda: nn.Sequential(*[nn.Sequential(Holder(norm=Normed(), linear=nn.Linear(4, 4))) for _ in range(2)]),
+            ["0.0", "1.0"],
+        ),
+        (  # without any list
+            lambda: Holder(first=Mlp(), second=Mlp(), head=nn.Linear(DIM, 2)),
+            ["first", "second"],
         ),
     ],
 )
