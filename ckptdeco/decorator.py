@@ -28,7 +28,7 @@ from ckptdeco.engine.passes import current_log
 from ckptdeco.engine.pending import forget
 from ckptdeco.engine.record import PassLog, Record
 from ckptdeco.engine.running import running
-from ckptdeco.engine.torch_private import is_inside_torch_checkpoint, is_plain_autograd
+from ckptdeco.engine.torch_private import disable_dynamo, is_inside_torch_checkpoint, is_plain_autograd
 from ckptdeco.engine.tree import tensors_in
 from ckptdeco.errors import PolicyError
 from ckptdeco.policy import Policy, Site
@@ -223,7 +223,19 @@ def _at_named_call(name: str | None, wrapped: Any, instance: Any, args: tuple[An
     entry = context.active()
     if entry is None or not torch.is_grad_enabled():
         return wrapped(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return _call_uncompiled(entry, name, wrapped, instance, args, kwargs)
     if not is_plain_autograd() or is_inside_torch_checkpoint():  # plain: R32; torch recomputes the whole region
+        return wrapped(*args, **kwargs)
+    return _call(entry, name, wrapped, instance, args, kwargs)
+
+
+@disable_dynamo
+def _call_uncompiled(
+    entry: context.Entry, name: str | None, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The decorated call of a compiled region, which it breaks in two: the compiler cannot see through the engine."""
+    if not is_plain_autograd() or is_inside_torch_checkpoint():
         return wrapped(*args, **kwargs)
     return _call(entry, name, wrapped, instance, args, kwargs)
 

@@ -39,7 +39,8 @@ _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned 
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
-_N_BASE = len(_BASE) - 1  # an entry has `training` twice
+_N_BASE = len(_BASE) - 1  # an entry has one more than the module holds
+_FILLER = "_is_full_backward_hook"
 _children = attrgetter("_modules")
 _dict = attrgetter("__dict__")
 _alive = weakref.ref.__call__
@@ -83,7 +84,7 @@ class ModuleTree:
         self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._size = sum(map(len, map(_dict, modules)))  # attributes were added or removed if it changes
         self.keys = [[key for key in module.__dict__ if key not in _BASE] for module in modules]
-        self.getters = [itemgetter(*keys, "training") for keys in self.keys]  # two keys at least: gives a tuple
+        self.getters = [*map(_getter, self.keys)]
         # Modules whose code is not torch's: only these store tensors or generators on themselves while they run.
         self.own_code = [i for i, module in enumerate(modules) if _is_own_code(type(module))]
         # Parameters that hooks around forward gather and free again are theirs: not compared, not put back (R13).
@@ -120,6 +121,13 @@ class ModuleTree:
             for name, tensor in owner.items()
             if tensor is not None and not isinstance(tensor, nn.Parameter)
         }
+
+
+def _getter(keys: list[str]) -> itemgetter[Any]:
+    """Gives all that a module holds, and one entry more: with two keys at least it gives a tuple."""
+    if "training" in keys:
+        return itemgetter(*keys, "training")
+    return itemgetter(*(keys or [_FILLER]), _FILLER)  # a class whose `training` is a property (compiled modules)
 
 
 def is_gathering(module: nn.Module) -> bool:

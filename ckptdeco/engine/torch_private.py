@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.modules.module as _module
@@ -28,6 +28,7 @@ __all__ = [
     "at_end_of_backward",
     "attention_backends",
     "checkpoint_switches",
+    "disable_dynamo",
     "dispatch_mode_again",
     "dispatch_modes",
     "exec_group",
@@ -49,8 +50,14 @@ __all__ = [
     "unseen_by_modes",
 ]
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 #: Id of the backward pass (graph task) that runs on this thread, -1 outside of one. Nested passes have their own.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+#: Decorates what a compiled region must not look into; unlike `torch.compiler.disable` it loads no compiler.
+disable_dynamo: Callable[[_F], _F] = getattr(torch, "_disable_dynamo")  # noqa: B009  (not exported for type checkers)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

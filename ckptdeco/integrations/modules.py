@@ -13,6 +13,7 @@ from torch import nn
 
 from ckptdeco.decorator import LayerForward, is_decorated
 from ckptdeco.errors import PolicyError
+from ckptdeco.integrations.refusals import check_not_checkpointed
 from ckptdeco.integrations.selection import LayerSelector, select
 
 __all__ = ["DecoratedLayers", "decorate", "undecorate"]
@@ -97,7 +98,7 @@ def decorate(model: nn.Module, layers: LayerSelector | Sequence[LayerSelector] =
         raise PolicyError("model", model, "only a torch.nn.Module has layers", "pass the model itself")
     found = select(model, layers)
     for name, layer in found.items():
-        _check_not_checkpointed(model, name, layer)
+        check_not_checkpointed(model, name, layer)
     fresh = [name for name, layer in found.items() if not is_decorated(layer.forward)]
     for name in fresh:
         found[name].forward = LayerForward(found[name], found[name].forward)
@@ -139,30 +140,3 @@ def _undecorate_layer(name: str, layer: nn.Module) -> None:
                 f"its forward was replaced by {forward!r} after it was decorated",
                 "take that off first, then undecorate",
             )
-
-
-def _check_not_checkpointed(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Refuse a layer that something else checkpoints: it would be recomputed twice."""
-    is_on = getattr(model, "is_activation_checkpointing", None)  # older releases: is_gradient_checkpointing
-    if is_on is None:
-        is_on = getattr(model, "is_gradient_checkpointing", False)
-    if is_on is True or getattr(layer, "gradient_checkpointing", False) is True:
-        raise PolicyError(
-            "model",
-            name,
-            "transformers' own gradient checkpointing is on for it, so it would be recomputed twice",
-            "call model.gradient_checkpointing_disable(), and leave gradient_checkpointing out of TrainingArguments",
-        )
-    path = name.split(".")
-    around = [model.get_submodule(".".join(path[:i])) for i in range(len(path) + 1)]
-    if any(type(module).__name__ == "CheckpointWrapper" for module in [*around, *layer.modules()]):
-        raise PolicyError(
-            "model",
-            name,
-            "checkpoint_wrapper already checkpoints it, so it would be recomputed twice",
-            "leave out apply_activation_checkpointing (or activation_checkpointing in the FSDP settings)",
-        )
-    if getattr(layer, "_gradient_checkpointing", False) is True:
-        raise PolicyError(
-            "model", name, "it is checkpointed by its library", "call disable_gradient_checkpointing() first"
-        )

@@ -341,19 +341,6 @@ def test_another_library_replaces_the_forward_of_the_instance(order: str) -> Non
         assert all(isinstance(layer.forward, functools.partial) for layer in plain.layers)
 
 
-def test_layers_checkpointed_by_other_means_are_refused() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    plain = model()
-    plain.layers[1].gradient_checkpointing = True
-    with pytest.raises(ckptdeco.CheckpointError, match="gradient_checkpointing_disable"):
-        ckptdeco.decorate(plain)
-    wrapped = nn.ModuleList([checkpoint_wrapper(Mlp()) for _ in range(2)])
-    with pytest.raises(ckptdeco.CheckpointError, match="checkpoint_wrapper"):
-        ckptdeco.decorate(wrapped)
-    assert not any("forward" in vars(m) for m in [*plain.modules(), *wrapped.modules()])
-
-
 def test_model_is_not_kept_alive() -> None:
     import gc
     import weakref

@@ -20,6 +20,7 @@ from ckptdeco.engine.torch_private import (
     at_end_of_backward,
     attention_backends,
     checkpoint_switches,
+    disable_dynamo,
     dispatch_mode_again,
     dispatch_modes,
     exec_group,
@@ -392,3 +393,26 @@ def test_numerics_read_and_set_what_the_public_switches_do() -> None:
         torch.set_flush_denormal(False)
     assert read()[1:] == before[1:]
     assert [a != b for a, b in zip(seen, before, strict=True)] == [True, True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_disabled_function_runs_uncompiled_within_a_compiled_one() -> None:
+    seen: list[bool] = []
+
+    @disable_dynamo
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    out = torch.compile(lambda x: inner(x * 2) * 3, backend=backend)(torch.ones(2))
+    assert out.tolist() == [9.0, 9.0]
+    assert seen == [False]
+    assert len(graphs) == 2
+    torch._dynamo.reset()
