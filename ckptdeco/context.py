@@ -33,15 +33,16 @@ class Entry:
         n_matched: those of them that `only=` and `skip=` let through.
         names: up to five names of layers seen.
         unmatched_backward: set by who finds out in backward that nothing matched.
+        outer: for decorated calls inside a decorated call, the entry of the policy around it, which counts for both.
         thread: the thread that entered it.
     """
 
     __slots__ = (
-        "alive", "is_on", "n_matched", "n_seen", "names", "parent", "policy", "thread",
+        "alive", "is_on", "n_matched", "n_seen", "names", "outer", "parent", "policy", "thread",
         "unmatched_backward",
     )  # fmt: skip
 
-    def __init__(self, policy: Any, parent: Entry | None = None) -> None:
+    def __init__(self, policy: Any, parent: Entry | None = None, outer: Entry | None = None) -> None:
         self.policy = policy
         self.parent = parent
         self.alive = True
@@ -51,6 +52,12 @@ class Entry:
         self.names: tuple[str, ...] = ()
         self.unmatched_backward = False
         self.thread = 0
+        self.outer = outer
+
+    @property
+    def counting(self) -> Entry:
+        """The entry that counts the calls of this one."""
+        return self if self.outer is None else self.outer.counting
 
     def note(self, name: str, *, is_matched: bool) -> None:
         """Counts one decorated call."""

@@ -264,16 +264,16 @@ def _call(
     if frame is None:
         forget()
     is_matched = _is_matched(policy, info, layer)
-    entry.note(info.name, is_matched=is_matched)
+    entry.counting.note(info.name, is_matched=is_matched)
     inputs = Inputs(args, kwargs)
     upstream = trace_inputs(inputs.tensors, frame)
     chain = upstream.chain
     if chain is None or chain.context.policy is not policy:
         chain = _begin_chain(policy, info, is_first_run=frame is None or not frame.again)
         upstream.position = -1
-    body = context.Within(rerunnable(wrapped), context.Entry(policy) if policy.nested else None)
+    body = context.Within(rerunnable(wrapped), context.Entry(policy, outer=entry) if policy.nested else None)
     if not is_matched:
-        return _run_unmatched(entry, body, inputs, chain, upstream)
+        return _run_unmatched(entry.counting, body, inputs, chain, upstream)
     state: _ChainState = chain.context
     position = upstream.position + 1
     chain.length = max(chain.length, position + 1)

@@ -109,7 +109,7 @@ def checkpoint(
     body = rerunnable(function)
     entry = context.active()
     if entry is not None:  # decorated layers inside: as in a decorated layer (R6), whether or not the policy is left
-        body = context.Within(body, context.Entry(entry.policy) if entry.policy.nested else None)
+        body = context.Within(body, context.Entry(entry.policy, outer=entry) if entry.policy.nested else None)
     if context_fn is not noop_context_fn:
         body = InContexts(body, context_fn)
     bound = getattr(function, "__self__", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
+from operator import attrgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from ckptdeco.engine.frozen import copy_frozen, freeze
 from ckptdeco.engine.tree import flatten
 
-__all__ = ["ATOMS", "as_non_leaf", "is_plain_object", "keep_value", "leads_to_graph", "signature"]
+__all__ = ["ATOMS", "as_non_leaf", "is_plain_object", "keep_value", "leads_to_graph", "signature", "versions_of"]
 
 # Types of values that lead to no graph and cannot be changed in place.
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, tuple)
 _MAX_DEPTH = 4
+_version = attrgetter("_version")
 
 
 class _Own(torch.autograd.Function):
@@ -46,13 +48,21 @@ def as_non_leaf(tensor: Tensor) -> Tensor:
     return own
 
 
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """Version counters; 0 for inference tensors, which have none."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def signature(value: Any, depth: int = 0) -> Any:
     """Something that compares unequal after `value` was changed in place, as far as that can be seen."""
     kind = type(value)
     if kind in ATOMS:
         return value
     if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
+        return id(value), *versions_of([value])
     if depth < _MAX_DEPTH:
         if kind in (list, tuple, deque):
             return id(value), [signature(item, depth + 1) for item in value]

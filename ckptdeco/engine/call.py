@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ckptdeco.engine import ambient, recompute, rng
-from ckptdeco.engine.attributes import keep_value, signature
+from ckptdeco.engine.attributes import keep_value, signature, versions_of
 from ckptdeco.engine.changes import copy_unsaved, learn_changes
 from ckptdeco.engine.collect import Waiting
 from ckptdeco.engine.dataflow import Chain, Upstream, nodes_between, stamp_outputs
@@ -31,7 +31,7 @@ from ckptdeco.engine.hooks import Hooks, listen
 from ckptdeco.engine.kept import Kept
 from ckptdeco.engine.layer import LayerInfo, Protection, layer_info
 from ckptdeco.engine.overlap import Window
-from ckptdeco.engine.probe import Probe, learn, versions_of
+from ckptdeco.engine.probe import Probe, learn
 from ckptdeco.engine.record import Record
 from ckptdeco.engine.rerun import traced
 from ckptdeco.engine.roots import modules_behind, referred
@@ -246,7 +246,10 @@ def run(
         n_bytes = protection.sizes.get(shapes)
         if n_bytes is None:
             n_bytes = protection.sizes[shapes] = probe.n_bytes(buffers)
-        is_watched = is_first or protection.is_watched
+        site = position, action
+        is_watched = is_first or site not in protection.known_sites
+        if is_watched:
+            protection.watched_sites.add(site)
         if is_watched or protection.changed_later:
             copy_unsaved(call, tensors, probe.storages(), is_watched=is_watched, is_stored=bool(surprise))
         if surprise:

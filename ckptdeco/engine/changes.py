@@ -2,7 +2,8 @@
 
 Plain autograd records such a change, and allows it as long as the layer did not save the input. A kept input would be
 lost, so the calls of a kind keep copies of such inputs until the first backward, and a witness of each tells then
-whether it was changed. Only inputs that were are copied in further calls. Inputs without a graph (data, masks) are not
+whether it was changed. Only inputs that were are copied in further calls; calls at another place of the chain, or of
+which a schedule wants something else, are watched anew. Inputs without a graph (data, masks) are not
 copied: to change these before backward is more often a mistake, and an error.
 """
 
@@ -66,8 +67,12 @@ def copy_unsaved(call: Call, tensors: list[Tensor], storages: set[int], *, is_wa
         source.copy()
 
 
-def learn_changes(protection: Protection) -> None:
-    """Look at the witnesses of the calls that were watched."""
+def learn_changes(protection: Protection, *, is_over: bool = False) -> None:
+    """Look at the witnesses of the calls that were watched; for the last time when their backward has begun."""
     changed = {i for i, witness in protection.witnesses if witness.is_changed()}
     if not changed <= protection.changed_later:
         protection.changed_later |= changed
+    if is_over:
+        protection.witnesses = []
+        protection.known_sites |= protection.watched_sites
+        protection.watched_sites.clear()

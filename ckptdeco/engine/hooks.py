@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptdeco.engine.attributes import versions_of
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.running import running
 from ckptdeco.engine.streams import bytes_of
@@ -160,7 +161,7 @@ class Listener:
 
     def _look(self, args: Any, kwargs: Any) -> list[Any]:
         tensors = tensors_in([args[1:], kwargs])
-        seen: list[Any] = [0 if t.is_inference() else t._version for t in tensors]
+        seen: list[Any] = [*versions_of(tensors)]
         seen.append(bytes_of(torch.default_generator.get_state()))
         own = (
             getattr(args[0], "__dict__", {}) if args else {}
@@ -171,7 +172,7 @@ class Listener:
             for snapshot in self.snapshots:
                 for module in snapshot.modules:
                     seen += [value for name, value in module.__dict__.items() if name not in HOOK_ATTRIBUTES]
-                seen += [tensor._version for tensor in snapshot.tensors]
+                seen += versions_of(snapshot.tensors)
                 seen += [tensor for owner in snapshot.owners for tensor in owner.values()]
         return seen
 

@@ -19,10 +19,12 @@ from torch import nn
 from ckptdeco.engine.changes import Witness
 from ckptdeco.engine.state import BufferKey, ModuleTree, is_gathering
 from ckptdeco.engine.streams import Stream
+from ckptdeco.schedule.actions import Action
 
 __all__ = ["LayerInfo", "Protection", "layer_info"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+Site = tuple[int, Action]  # position of a call in its chain, and what the schedule wanted of it
 _MAX_KINDS = 64  # ways of calling a layer, beyond which those of modules that are gone are forgotten
 
 
@@ -36,7 +38,7 @@ class Protection:
         "hooks_take_part",
         "ignored_slots",
         "is_stop_safe",
-        "is_watched",
+        "known_sites",
         "modes_take_part",
         "mutated_inputs",
         "mutates_arguments",
@@ -46,6 +48,7 @@ class Protection:
         "sizes",
         "streams",
         "structures",
+        "watched_sites",
         "witnesses",
         "written_buffers",
     )
@@ -57,7 +60,8 @@ class Protection:
         self.boundary_inputs: dict[int, str] = {}  # inputs that may not be references, and why (R16)
         self.changed_later: frozenset[int] = frozenset()  # inputs that the program changes after the call (R33)
         self.witnesses: list[tuple[int, Witness]] = []  # of inputs of the last calls that were watched for that
-        self.is_watched = True  # no call was recomputed yet
+        self.watched_sites: set[Site] = set()  # of calls that were watched for that, since the last recompute
+        self.known_sites: set[Site] = set()  # of those that were followed by one
         self.has_custom_functions = False  # autograd Functions in Python, which may read saved tensors twice
         # whether dispatch modes around forward, by their types, change what it computes, as far as is known
         self.modes_take_part: dict[tuple[type, ...], bool] = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ckptdeco.engine.attributes import versions_of
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.kept import storage_address
 from ckptdeco.engine.layer import Protection
@@ -17,12 +18,7 @@ if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
     from ckptdeco.engine.state import BufferKey, ModuleTree, Snapshot
 
-__all__ = ["Probe", "learn", "versions_of"]
-
-
-def versions_of(tensors: list[Tensor]) -> list[int]:
-    """Version counters; inference tensors have none."""
-    return [t._version if not t.is_inference() else 0 for t in tensors]
+__all__ = ["Probe", "learn"]
 
 
 def learn(

@@ -73,10 +73,8 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
         CheckpointError: the run does not match forward.
     """
     call.record.n_recomputed += 1
-    call.protection.is_watched = False
-    if call.protection.witnesses:
-        learn_changes(call.protection)
-        call.protection.witnesses = []
+    if call.protection.watched_sites:
+        learn_changes(call.protection, is_over=True)
     modes = ambient.missing_dispatch_modes(call.ambient) if call.ambient.dispatch_modes else ()
     takes_part = call.protection.modes_take_part
     if modes and call.is_checked and not takes_part.get(modes):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ckptdeco.engine.attributes import ATOMS, keep_value, leads_to_graph, signature
+from ckptdeco.engine.attributes import ATOMS, keep_value, leads_to_graph, signature, versions_of
 from ckptdeco.engine.fingerprint import fingerprint
 from ckptdeco.engine.streams import Stream, streams_in
 from ckptdeco.engine.undo import Undo
@@ -37,7 +37,6 @@ _SMALL = 1 << 16  # bytes of all buffers of a layer up to which they are cloned 
 
 # Attributes that every module has; but for the flag they are dictionaries, and what is in them is looked at.
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
-_version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
 _N_BASE = len(_BASE) - 1  # an entry has one more than the module holds
 _FILLER = "_is_full_backward_hook"
@@ -198,7 +197,7 @@ class Snapshot:
         self.tensors = _tensors_of(tree.owners)
         self.is_lazy = tree.has_lazy
         self.n_entries = sum(map(len, tree.owners))
-        self.versions: list[int] = [*map(_version, self.tensors)]
+        self.versions: list[int] = versions_of(self.tensors)
         self.flags: list[bool] = [*map(_requires_grad, self.tensors)]
         self.addresses = _addresses(self.tensors)
         self.clones: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -240,8 +239,8 @@ class Snapshot:
     def has_written_parameters(self) -> bool:
         """Whether a parameter has another version than at entry."""
         return any(
-            tensor._version != version and isinstance(tensor, nn.Parameter)
-            for tensor, version in zip(self.tensors, self.versions, strict=True)
+            present != version and isinstance(tensor, nn.Parameter)
+            for tensor, version, present in zip(self.tensors, self.versions, versions_of(self.tensors), strict=True)
         )
 
     def has_new_tensors(self) -> bool:
@@ -270,11 +269,12 @@ class Snapshot:
 
         A kernel that writes several may count a version for one only (batch_norm).
         """
-        if self.versions == [*map(_version, self.tensors)] and self._holds_the_same():
+        present = versions_of(self.tensors)
+        if self.versions == present and self._holds_the_same():
             return set()
         changed = set()
-        for (owner, name, tensor), version in zip(self._places(), self.versions, strict=True):
-            if (tensor._version != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
+        for (owner, name, tensor), version, now in zip(self._places(), self.versions, present, strict=True):
+            if (now != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
                 changed.add(id(owner))
         return {(id(owner), name) for owner, name, _ in self._places() if id(owner) in changed}
 
@@ -282,7 +282,7 @@ class Snapshot:
         """Whether parameters and buffers are what forward read: the common case, in two sweeps."""
         tensors = self.tensors
         return (
-            self.versions == [*map(_version, tensors)]
+            self.versions == versions_of(tensors)
             and self.addresses == _addresses(tensors)
             and self.flags == [*map(_requires_grad, tensors)]
         )
@@ -290,7 +290,7 @@ class Snapshot:
     def changed_parameter(self) -> str | None:
         """Name of a parameter or buffer that no longer holds the values forward read, or None."""
         cloned = {(id(owner), name) for owner, name, _ in self.clones}
-        now = zip([tensor._version for tensor in self.tensors], _addresses(self.tensors), strict=True)
+        now = zip(versions_of(self.tensors), _addresses(self.tensors), strict=True)
         for (owner, name, _), version, address, present in zip(
             self._places(), self.versions, self.addresses, now, strict=True
         ):

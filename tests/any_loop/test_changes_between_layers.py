@@ -97,12 +97,13 @@ class Residual(Adds):
         return x + torch.tanh(x + self.bias)
 
 
-def test_add_in_place_is_learned_from_calls_whose_input_another_policy_keeps() -> None:
-    """In the first step no input of the shared layer but the first is kept, in the next ones all are (R33)."""
-    policies = itertools.cycle([ckptdeco.policy(segment=3), ckptdeco.policy(segment=1)])
+@pytest.mark.parametrize("first", [{"segment": 3}, {"every": 2}, {"only": "*.layers.0", "keep_last": 1}], ids=str)
+def test_add_in_place_is_learned_anew_where_another_policy_keeps_more(first: dict[str, Any]) -> None:
+    """In the first step the input that is changed is not kept, in the next one it is (R33)."""
+    policies = itertools.cycle([ckptdeco.policy(**first), ckptdeco.policy(segment=1)])
 
     def loop(m: Loop, x: torch.Tensor) -> torch.Tensor:
-        x = m.layers[0](m.layers[0](x))
+        x = m.layers[0](m.layers[0](m.layers[0](x)))
         x += m.layers[0](x)
         return x
 

@@ -110,6 +110,34 @@ def test_gradients_asked_for_where_grad_mode_is_off(mode: Any, exact_from: Any) 
     exact_from(lambda: Stem(Stack([Scaled() for _ in range(4)])), step)
 
 
+class ReadsTable(Layer):
+    """Reads a buffer that may have been made in inference mode, and so has no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("table", torch.rand(DIM))
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) + self.table.clone()
+
+
+def test_buffers_made_in_inference_mode(exact_from: Any) -> None:
+    def step(model: Stem, inputs: Any, context: Any) -> Any:
+        x, begun = inputs
+        if begun:
+            with torch.inference_mode():
+                for layer in model.body.layers:
+                    layer.table = layer.table * 0.5
+        with context():
+            out = model(x)
+        total(out).backward()
+        return out
+
+    exact_from(lambda: Stem(Stack([ReadsTable() for _ in range(4)])), step)
+
+
 class Mine(torch.Tensor):
     """A subclass whose tanh is another."""
 

@@ -97,6 +97,7 @@ def programs(draw: st.DrawFn, *, max_moves: int = 7) -> Program:
     return Program(
         **{
             **vars(program),
+            "tied": program.tied and program.loop != "gan",  # which steps one half between the other's passes
             "policies": tuple(drawn),
             "around": tuple(name for name in program.around if name not in excluded),
         }

@@ -329,6 +329,24 @@ def test_outermost_decorated_call_owns_what_happens_inside() -> None:
         assert [counter[str(i)] for i in range(3)] == n_inner
 
 
+@ours
+@pytest.mark.parametrize(
+    ("options", "n_recomputed"),
+    [({"only": Outer}, 4), ({"only": TanhLayer}, 12), ({"skip": TanhLayer}, 4), ({"skip": Outer}, 12)],
+    ids=str,
+)
+def test_calls_inside_count_as_matched_or_seen_with_those_around(options: Any, n_recomputed: int) -> None:
+    """R6: a policy that matches only inner layers, or only outer ones, has matched something."""
+    model = Stem(Stack([Outer() for _ in range(4)]))
+    with policy(segment=1, nested=True, **options):
+        loss = total(model(batch()))
+        loss.backward()
+        assert sum(call.n_recomputed > 0 for call in ckptdeco.explain().calls) == n_recomputed
+    none = policy(segment=1, nested=True, only="nothing")
+    with pytest.raises(ckptdeco.PolicyError, match="none of the 16 decorated calls matched"), none:
+        model(batch())
+
+
 # ---- R7: frozen at forward
 
 _variable: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
