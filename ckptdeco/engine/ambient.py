@@ -18,6 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_
 from ckptdeco.engine.rng import Devices
 from ckptdeco.engine.torch_private import (
     NUMERICS,
+    SETTINGS,
     attention_backends,
     checkpoint_switches,
     dispatch_mode_again,
@@ -60,8 +61,30 @@ class Ambient(NamedTuple):
     dispatch_modes: tuple[object, ...]
 
 
+# The settings as they were last, and what was captured under them: no autocast and no modes, the usual case.
+_last: tuple[list[Any], Ambient | None] = [], None
+
+
 def capture(devices: Devices) -> Ambient:
     """The present surroundings, for the CPU and the kinds of `devices`."""
+    global _last
+    if devices:
+        return _capture(devices)
+    try:
+        settings = [read() for read in SETTINGS]
+    except RuntimeError:  # precision is set for each backend by itself
+        return _capture(devices)
+    known, last = _last
+    if settings == known and last is not None:
+        return last
+    captured = _capture(devices)
+    # What another thread changes meanwhile must not be taken for what is there now.
+    if not any(settings[:3]) and settings == [read() for read in SETTINGS]:
+        _last = settings, captured
+    return captured
+
+
+def _capture(devices: Devices) -> Ambient:
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
     if devices or torch.is_autocast_enabled("cpu"):
         autocast = tuple(

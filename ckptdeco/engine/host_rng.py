@@ -3,9 +3,8 @@
 Every layer call looks at them when it begins and when it ends (R19). To read a state in full takes 0.7 µs (torch), 8 µs
 (Python) and 34 µs (NumPy). So the mark of a stream is a few bytes of its state: its position, its first words, and the
 normal number in store. A draw moves the position; if it comes to the same place again, all words have changed. The
-state is only read, or with torch kept, when the mark has changed. Of Python's and NumPy's generators these bytes are
-looked at where they are, in places that are checked once against what the public functions say. If they are not as
-expected, the states are read in full: slower, and as exact.
+state is only read when the mark has changed. These bytes are looked at where they are, in places that are checked once
+against what the public functions say. If they are not as expected, the states are read in full: slower, and as exact.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 
 from ckptdeco.engine.overlap import rewinds
-from ckptdeco.engine.streams import Stream, comparable
+from ckptdeco.engine.streams import Stream, bytes_of, comparable
+from ckptdeco.engine.torch_private import generator_address
 
 __all__ = ["CPU", "Seen", "global_streams", "look"]
 
@@ -28,6 +28,11 @@ _HEAD = object.__basicsize__  # bytes before an object's own fields
 _N_WORDS = 624
 _TWISTER = struct.Struct(f"i{_N_WORDS}I")  # position, words
 _FIRST = 64  # bytes that are compared
+# Of torch's generators: position and words in memory; the public state before its normals, and these.
+_STATE = struct.Struct(f"{1 + _N_WORDS}I")
+_PUBLIC = struct.Struct(f"QiiQ{_N_WORDS}Q")
+_NORMALS = struct.Struct("3di4xf?3x")
+_AFTER = 32  # bytes behind the words that hold normals
 
 
 class _Global:
@@ -112,14 +117,60 @@ def _place_of_spare(module: Any) -> tuple[int, int] | None:
     return (start, end - start) if spare in before[start:end] and end - start <= _FIRST else None
 
 
-def _cpu_mark() -> tuple[bytes, bytes]:
-    """Both ends of the state of torch's generator for the CPU: position and first words, and the normals in store."""
-    state = torch.default_generator.get_state()
-    address = state.data_ptr()
-    return string_at(address, _FIRST), string_at(address + state.numel() - _FIRST, _FIRST)
+def _cpu_mark(generator: torch.Generator) -> Callable[[], Any]:
+    """Looks at the position and first words of a generator of torch for the CPU, and at its normals in store."""
+
+    def in_full() -> tuple[bytes, bytes]:
+        state = generator.get_state()
+        address = state.data_ptr()
+        return string_at(address, _FIRST), string_at(address + state.numel() - _FIRST, _FIRST)
+
+    places = _places_in_generator() if sys.implementation.name == "cpython" else None
+    if places is None:
+        return in_full
+    start, single, double = places
+    address = generator_address(generator)
+    first, after = _bytes_at(address + start, _FIRST), _bytes_at(address + start + _STATE.size, _AFTER)
+
+    def mark() -> Any:
+        held = after.raw  # a normal in store counts if the byte behind it says so
+        if held[single + 4] or held[double + 8]:
+            return (
+                first.raw,
+                held[single + 4] and held[single : single + 4],
+                held[double + 8] and held[double : double + 8],
+            )
+        return first.raw
+
+    return mark
 
 
-CPU: Stream = _Global(_cpu_mark, torch.default_generator.get_state, torch.default_generator.set_state)
+def _places_in_generator() -> tuple[int, int, int] | None:
+    """Where torch's generator for the CPU has its position and words, and behind them normals of both precisions."""
+    generator = torch.Generator()
+    torch.randint(0, 9, (3,), generator=generator)
+    state = bytes_of(generator.get_state())
+    if len(state) != _PUBLIC.size + _NORMALS.size:
+        return None
+    packed = _STATE.pack(*_PUBLIC.unpack_from(state)[3:])
+    address = generator_address(generator)
+    start = string_at(address, 4 * _FIRST).find(packed[:_FIRST])
+    if start < 0 or string_at(address + start, _STATE.size) != packed:
+        return None
+    found = []
+    for held in (True, False):  # give it normals to hold, and then none
+        normals = _NORMALS.pack(0.0, 1 / 7, 0.0, held, 1 / 3, held)
+        generator.set_state(torch.frombuffer(bytearray(state[: _PUBLIC.size] + normals), dtype=torch.uint8))
+        found.append(string_at(address + start + _STATE.size, _AFTER))
+    single, double = found[0].find(struct.pack("f", 1 / 3)), found[0].find(struct.pack("d", 1 / 7))
+    if min(single, double) < 0 or [(f[single + 4], f[double + 8]) for f in found] != [(1, 1), (0, 0)]:
+        return None
+    return start, single, double
+
+
+CPU: Stream = _Global(
+    _cpu_mark(torch.default_generator), torch.default_generator.get_state, torch.default_generator.set_state
+)
 _PYTHON: Stream = _Global(_python_mark(), random.getstate, random.setstate)
 _streams: tuple[Stream, ...] = (CPU, _PYTHON)
 
@@ -154,6 +205,9 @@ def look() -> Seen:
     global _last
     streams = global_streams()
     last = _last
+    marks = [stream.mark() for stream in streams]
+    if marks == last.marks:
+        return last
     before = rewinds.of_others(0)
     marks = [stream.mark() for stream in streams]
     while marks != last.marks:

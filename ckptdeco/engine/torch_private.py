@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "HOOK_ATTRIBUTES",
     "NUMERICS",
+    "SETTINGS",
     "TorchDispatchMode",
     "are_weights_cached",
     "at_end_of_backward",
@@ -35,6 +37,7 @@ __all__ = [
     "fresh_memory_filled",
     "function_mode_again",
     "function_modes",
+    "generator_address",
     "global_module_hooks",
     "grad_mode",
     "graph_task_id",
@@ -58,6 +61,12 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 #: Decorates what a compiled region must not look into; unlike `torch.compiler.disable` it loads no compiler.
 disable_dynamo: Callable[[_F], _F] = getattr(torch, "_disable_dynamo")  # noqa: B009  (not exported for type checkers)
+
+
+def generator_address(generator: torch.Generator) -> int:
+    """Where the object of C++ behind a generator is in memory."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -254,4 +263,25 @@ NUMERICS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_c._get_mkldnn_enabled, _c._set_mkldnn_enabled),
     (_c._get_mkldnn_deterministic, _c._set_mkldnn_deterministic),
     (_keeps_denormals, _keep_denormals),
+)
+
+#: All of `NUMERICS`, attention backends, switches, autocast and the numbers of modes, read without frames of Python's:
+#: while these stay the same, so does what the functions above say.
+SETTINGS: tuple[Callable[[], Any], ...] = (
+    _c._is_any_autocast_enabled,
+    _c._len_torch_function_stack,
+    _c._len_torch_dispatch_stack,
+    torch.get_default_dtype,
+    _c._get_deterministic_algorithms,
+    _c._get_deterministic_algorithms_warn_only,
+    _c._get_float32_matmul_precision,
+    *[partial(_c._get_fp32_precision_getter, "mkldnn", operator) for operator in _OPERATORS],
+    _c._get_mkldnn_enabled,
+    _c._get_mkldnn_deterministic,
+    _SMALLEST.__bool__,  # a thread that flushes denormals takes it for zero
+    _flash,
+    _memory_efficient,
+    _math,
+    partial(getattr, _checkpoint, "_enable_checkpoint_early_stop"),
+    partial(getattr, _checkpoint, "_checkpoint_debug_enabled"),
 )

@@ -96,6 +96,14 @@ def test_states_are_peeked_at_here_and_read_in_full_where_that_does_not_work(mon
     monkeypatch.setattr(host_rng, "_HEAD", host_rng._HEAD + 4)
     assert host_rng._python_mark() is random.getstate
     monkeypatch.undo()
+    assert host_rng._places_in_generator() is not None
+    monkeypatch.setattr(host_rng, "_places_in_generator", lambda: None)
+    generator = torch.Generator()
+    mark = host_rng._cpu_mark(generator)
+    before = mark()
+    assert mark() == before
+    torch.rand(1, generator=generator)
+    assert mark() != before
     monkeypatch.setattr(host_rng, "_place_of_spare", lambda module: None)
     mark = host_rng._numpy_mark(numpy.random)
     before = mark()
@@ -267,3 +275,18 @@ def test_mark_of_the_cpu_changes_with_every_draw_and_comes_back_with_its_state(d
         assert CPU.mark() == before
         draw(n, dtype=dtype)
         assert CPU.mark() == seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_in_store_is_part_of_the_mark_only_while_it_is_there(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    mark = host_rng._cpu_mark(generator)
+    empty = mark(), generator.get_state()
+    torch.randn(1, dtype=dtype, generator=generator)
+    stored = mark(), generator.get_state()
+    torch.randn(1, dtype=dtype, generator=generator)
+    used = mark()
+    assert len({empty[0], stored[0], used}) == 3
+    for before, state in (stored, empty, stored):
+        generator.set_state(state)
+        assert mark() == before

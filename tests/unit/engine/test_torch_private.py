@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import threading
 
 import pytest
@@ -10,11 +12,13 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from ckptdeco.engine import torch_private
 from ckptdeco.engine.torch_private import (
     HOOK_ATTRIBUTES,
     NUMERICS,
+    SETTINGS,
     TorchDispatchMode,
     are_weights_cached,
     at_end_of_backward,
@@ -27,6 +31,7 @@ from ckptdeco.engine.torch_private import (
     fresh_memory_filled,
     function_mode_again,
     function_modes,
+    generator_address,
     global_module_hooks,
     grad_mode,
     graph_task_id,
@@ -416,3 +421,56 @@ def test_disabled_function_runs_uncompiled_within_a_compiled_one() -> None:
     assert seen == [False]
     assert len(graphs) == 2
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize(
+    ("turn", "back"),
+    [
+        (lambda: torch.set_float32_matmul_precision("medium"), lambda: torch.set_float32_matmul_precision("highest")),
+        (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+        (lambda: torch.backends.cuda.enable_math_sdp(False), lambda: torch.backends.cuda.enable_math_sdp(True)),
+        (lambda: torch.backends.mkldnn.set_flags(False), lambda: torch.backends.mkldnn.set_flags(True)),
+        (
+            lambda: torch.backends.mkldnn.conv.__setattr__("fp32_precision", "bf16"),
+            lambda: torch.backends.mkldnn.conv.__setattr__("fp32_precision", "none"),
+        ),
+    ],
+    ids=["precision", "denormals", "dtype", "determinism", "attention", "mkldnn", "convolutions"],
+)
+def test_settings_differ_while_one_of_them_is_another(turn, back) -> None:
+    before = [read() for read in SETTINGS]
+    turn()
+    try:
+        during = [read() for read in SETTINGS]
+    finally:
+        back()
+    assert during != before
+    assert [read() for read in SETTINGS] == before
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cpu"),
+        lambda: torch.device("meta"),
+        lambda: set_checkpoint_early_stop(False),
+        lambda: set_checkpoint_debug_enabled(True),
+        lambda: TorchDispatchMode(),
+    ],
+    ids=["autocast", "device", "early stop", "debug", "dispatch mode"],
+)
+def test_settings_differ_in_a_context(context) -> None:
+    before = [read() for read in SETTINGS]
+    with context():
+        assert [read() for read in SETTINGS] != before
+    assert [read() for read in SETTINGS] == before
+
+
+def test_address_of_a_generator_leads_to_the_words_of_its_state():
+    generator = torch.Generator().manual_seed(5)
+    torch.randint(0, 9, (2,), generator=generator)
+    words = generator.get_state()[24 : 24 + 8 * 16].view(torch.int64).tolist()
+    assert struct.pack("16I", *words) in ctypes.string_at(generator_address(generator), 512)
