@@ -41,7 +41,16 @@ from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
 from ckptdeco.engine.streams import streams_in
 from ckptdeco.engine.torch_private import are_weights_cached, pop_hooks, push_hooks, refuses_hooks
-from ckptdeco.engine.tree import Held, Template, flatten_arguments, objects_in, path_of, tensors_in, with_held_objects
+from ckptdeco.engine.tree import (
+    Held,
+    Template,
+    flatten_arguments,
+    is_flat,
+    objects_in,
+    path_of,
+    tensors_in,
+    with_held_objects,
+)
 from ckptdeco.errors import UncheckpointableError
 from ckptdeco.schedule.actions import Action
 
@@ -79,7 +88,9 @@ class Inputs:
         self.kwargs = kwargs
         self.tensors, self.template = flatten_arguments(args, kwargs)
         # Arguments that are not simply one tensor each: they may hold modules, generators or objects that change.
-        self.has_others = not all(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
+        self.has_others = not is_flat(self.template) and not all(
+            isinstance(value, Tensor) for value in (*args, *kwargs.values())
+        )
 
 
 class Call:
@@ -204,14 +215,14 @@ def run(
     find_sources(call, tensors, upstream, action, limit, check, frame)
 
     call.snapshots = [Snapshot(tree, root, protection) for tree, root in trees]
-    before = [tree.buffer_values() if is_due else None for tree, _ in trees]
+    before = [tree.buffer_values() for tree, _ in trees] if is_due else [None] * len(trees)
     versions = versions_of(tensors)
     values = [fingerprint(tensor) for tensor in tensors] if is_due else []
     window = Window()
     if options.preserve_rng_state:
         call.watch = _watch_randomness(call, inputs, is_due)
 
-    objects = _watch_objects(call, inputs, is_due)
+    objects = _watch_objects(call, inputs, is_due) if inputs.has_others else []
     probe = Probe()
     # With "values" the calls in between are compared, too, but need not be read twice in forward.
     pack = probe.pack_checked if is_first else probe.pack
@@ -234,10 +245,10 @@ def run(
         surprise = "" if call.watch is None else call.watch.end()
         if window.close() and call.watch is not None and (window.is_rewound or call.watch.shares_draws()):
             surprise = "another thread ran a layer at the same time, and numbers were drawn"
-        written = {i for i, value in enumerate(values) if fingerprint(tensors[i]) != value}
-        state = [(tree, b) for (tree, _), b in zip(trees, before, strict=True)]
-        surprise = learn(call, protection, tensors, versions, written, state) or surprise
-        surprise = _learn_objects(protection, objects) or surprise
+        written = {i for i, value in enumerate(values) if fingerprint(tensors[i]) != value} if values else set()
+        surprise = learn(call, protection, tensors, versions, written, trees, before) or surprise
+        if objects:
+            surprise = _learn_objects(protection, objects) or surprise
         if are_weights_cached() and _has_parametrised_weights(call):
             surprise = "its weights are computed once for several calls (parametrize.cached)"
         buffers = _own_buffers(trees)
@@ -291,8 +302,6 @@ def run(
 
 def _watch_objects(call: Call, inputs: Inputs, is_due: bool) -> list[tuple[Any, Any]]:
     """Objects among the arguments with their signatures, if this call is looked at; keeps copies if they change."""
-    if not inputs.has_others:
-        return []
     if call.protection.mutates_arguments:
         call.template = with_held_objects(call.template, _hold)
     found = objects_in(inputs.template)
@@ -308,8 +317,6 @@ def _hold(value: Any) -> Any:
 
 def _learn_objects(protection: Protection, objects: list[tuple[Any, Any]]) -> str:
     """Whether the call used up or changed an object that it was given."""
-    if not objects:
-        return ""
     if any(isinstance(value, Iterator) for value, _ in objects):
         return "it was given an iterator"
     if protection.mutates_arguments:
@@ -340,7 +347,11 @@ def _has_parametrised_weights(call: Call) -> bool:
 
 def _own_buffers(trees: list[tuple[ModuleTree, nn.Module]]) -> set[int]:
     """Ids of the buffers that the modules hold now."""
-    return {id(tensor) for tree, _ in trees if tree.has_buffers for owner in tree.owners for tensor in owner.values()}
+    found: set[int] = set()
+    for tree, _ in trees:
+        if tree.has_buffers:
+            found.update([id(tensor) for owner in tree.owners for tensor in owner.values()])
+    return found
 
 
 def _function_of(body: Any) -> Any:
@@ -357,8 +368,8 @@ def _watch_randomness(call: Call, inputs: Inputs, is_due: bool) -> rng.Watch:
         places = [place for snapshot in call.snapshots for place in snapshot.attribute_values()]
         protection.streams = tuple(streams_in([*places, *referred(_function_of(call.body))]))
     given = streams_in([inputs.args, inputs.kwargs]) if inputs.has_others else []
-    if not is_due:
+    held = [] if is_due else [stream for snapshot in call.snapshots for stream in snapshot.generators]
+    if held:
         known = [stream.get for stream in protection.streams]
-        held = [stream for snapshot in call.snapshots for stream in snapshot.generators]
         given = [*given, *(stream for stream in held if stream.get not in known)]
-    return rng.Watch(call.devices, (*protection.streams, *given))
+    return rng.Watch(call.devices, (*protection.streams, *given) if given else protection.streams)

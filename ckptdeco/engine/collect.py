@@ -6,6 +6,7 @@ that are emptied when it ends.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -48,6 +49,7 @@ class _Cell:
         self.value = value
 
 
+_meta = attrgetter("shape", "dtype", "device")
 _EMPTY = _Cell(None)  # for the many calls in which no backward runs
 
 
@@ -66,18 +68,18 @@ class Rerun:
         "is_disturbed",
         "last",
         "n",
+        "n_wanted",
         "packed",
-        "slots",
         "stop",
         "stopped",
         "trace",
         "waiting",
+        "wanted",
     )
 
     def __init__(self, call: Call, waiting: Waiting | None, may_stop: bool) -> None:
         self.call = call
         self.body = call.body
-        self.slots = call.slots
         self.waiting = waiting
         self.n = 0
         self.cells: list[_Cell] = []
@@ -91,13 +93,14 @@ class Rerun:
         self.stopped = False
         self.trace: Trace | None = None
         self.packed: dict[int, int | None] = {}  # fingerprints when saved, if the call is one that has to tell (R20)
+        # What is still wanted: slots whose graph is alive.
+        self.wanted = wanted = [None if slot is None else slot() for slot in call.slots]
+        self.n_wanted = n = len(wanted)
         self.last = -1  # slot at which to stop
         if may_stop:
-            for index in range(len(self.slots) - 1, -1, -1):
-                slot = self.slots[index]
-                if slot is not None and slot() is not None:
-                    self.last = index
-                    break
+            while n and wanted[n - 1] is None:
+                n -= 1
+            self.last = n - 1
 
     def tracing(self) -> Trace:
         """Record the operators of this run."""
@@ -110,12 +113,11 @@ class Rerun:
         if self.stopped:  # user code swallowed the stop (R20)
             raise self.stop
         self.n = index + 1
-        slots = self.slots
-        slot = slots[index] if index < len(slots) else None
-        saved = None if slot is None else slot()
-        value = tensor if tensor.grad_fn is None else tensor.detach()
+        saved = self.wanted[index] if index < self.n_wanted else None
+        value = None
         if saved is not None:
-            if saved.meta != (tensor.shape, tensor.dtype, tensor.device):
+            value = tensor if tensor.grad_fn is None else tensor.detach()
+            if saved.meta != _meta(tensor):
                 self.error = tensor_mismatch(self.call, saved, tensor, self.trace)
                 raise self.error
             if self.waiting is not None:
@@ -127,6 +129,8 @@ class Rerun:
             raise self.stop
         if not self.has_inner_backward:
             return _EMPTY
+        if value is None:
+            value = tensor if tensor.grad_fn is None else tensor.detach()
         cell = _Cell(value)
         self.cells.append(cell)
         return cell
@@ -139,16 +143,17 @@ class Rerun:
 
     def end(self) -> None:
         """Let go of what the run's own graph held."""
-        for cell in self.cells:
-            cell.value = None
-        self.cells = []
+        if self.cells:
+            for cell in self.cells:
+                cell.value = None
+            self.cells = []
 
     def verify(self) -> list[int]:
         """Compare the run with forward (R22); raises. Returns slots whose values differ, if values are compared."""
         if self.error is not None:  # raised before, but user code swallowed it
             raise self.error
         call = self.call
-        n_forward = len(self.slots)
+        n_forward = self.n_wanted
         if not self.stopped and self.n != n_forward and not (self.n > n_forward and call.options.early_stop):
             raise SavedTensorMismatch(call.info.label, None, n_forward, self.n, trace=_trace(call, self.trace))
         if self.waiting is None:
@@ -174,8 +179,7 @@ class Rerun:
         found = []
         ignored = self.call.protection.ignored_slots
         for index, (value, _) in waiting.items():
-            slot = self.slots[index]
-            saved = None if slot is None else slot()
+            saved = self.wanted[index]
             values = None if saved is None else getattr(saved, "values", None)
             if values is None or index in ignored:
                 continue

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from ckptdeco.engine.attributes import versions_of
 from ckptdeco.engine.fingerprint import fingerprint
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Probe", "learn"]
 
+_meta = attrgetter("shape", "dtype", "device")
+_weakly = weakref.ref
+
 
 def learn(
     call: Call,
@@ -27,7 +33,8 @@ def learn(
     tensors: list[Tensor],
     versions: list[int],
     written: set[int],
-    buffers: list[tuple[ModuleTree, dict[BufferKey, int | None] | None]],
+    trees: list[tuple[ModuleTree, Module]],
+    buffers: Sequence[dict[BufferKey, int | None] | None],
 ) -> str:
     """What the call did that it was not protected from; "" if nothing. The next call is protected (R19)."""
     surprise = ""
@@ -38,7 +45,7 @@ def learn(
             surprise = "it changed an input in place"
         if len({storage_address(tensors[i]) for i in mutated}) < len(mutated):
             surprise = "it changed an input in place that another argument shares"  # clones would not share it
-    for snapshot, (tree, before) in zip(call.snapshots, buffers, strict=True):
+    for snapshot, (tree, _), before in zip(call.snapshots, trees, buffers, strict=True):
         surprise = _learn_state(protection, snapshot, tree, before) or surprise
     return surprise
 
@@ -62,7 +69,7 @@ def _learn_state(
     if before is not None and snapshot.has_other_children():
         return "it added, removed or replaced a module"
     written: set[BufferKey] = set()
-    if not snapshot.is_untouched():
+    if snapshot.has_new_versions():
         if snapshot.has_written_parameters():  # nothing can protect the next call from that
             return "it wrote a parameter"
         written = snapshot.written_buffers()
@@ -125,7 +132,7 @@ class Probe:
         """
         slots = call.slots
         kinds: list[Any] = []
-        dropped: list[tuple[Saved, Tensor]] = []
+        dropped: list[Saved] = []
         for index, saved in enumerate(self.saved):
             value: Any = saved.value
             if saved.task != NO_TASK:  # `autograd.grad` ran inside the call
@@ -142,24 +149,22 @@ class Probe:
                 continue
             saved.call = call
             saved.index = index
-            shape, dtype = value.shape, value.dtype
-            saved.meta = shape, dtype, value.device
-            kinds += (dtype, len(shape))
+            saved.meta = shape, dtype, _ = _meta(value)
+            kinds += dtype, len(shape)
             if value._version != saved.version:
                 saved.version = MODIFIED  # backward must say so, as without us (R21)
-            slots.append(weakref.ref(saved))
-            dropped.append((saved, value))
-        self._learn_values(call, (len(slots), *kinds), dropped)
-        for saved, _ in dropped:  # at last, so that a failure before finds everything as it was
+            slots.append(_weakly(saved))
+            dropped.append(saved)
+        if dropped:
+            self._learn_values(call, (len(slots), *kinds), dropped)
+        for saved in dropped:  # at last, so that a failure before finds everything as it was
             saved.value = None
         self.saved = []
         return len(dropped)
 
-    def _learn_values(self, call: Call, structure: tuple[Any, ...], dropped: list[tuple[Saved, Tensor]]) -> None:
+    def _learn_values(self, call: Call, structure: tuple[Any, ...], dropped: list[Saved]) -> None:
         """Note the values of a call that is checked, or that saved other tensors than checked calls did (R20)."""
         protection = call.protection
-        if not dropped:
-            return
         if self.values:
             protection.structures.add(structure)
         elif structure not in protection.structures:
@@ -167,8 +172,8 @@ class Probe:
             call.is_checked = call.options.determinism_check != "none"
         elif not call.is_checked:
             return
-        for saved, value in dropped:
-            saved.values = fingerprint(value)
+        for saved in dropped:
+            saved.values = fingerprint(saved.value)  # type: ignore[arg-type]
             if self.values and saved.values not in (None, self.values[saved.index]):
                 protection.is_stop_safe = False  # saved before it was filled: stopping there would give noise
 

@@ -21,6 +21,7 @@ from ckptdeco.engine.kept import Changed, Kept
 from ckptdeco.engine.overlap import Window, rewinds
 from ckptdeco.engine.rerun import run_again
 from ckptdeco.engine.saved import Saved, modified
+from ckptdeco.engine.torch_private import graph_task_id
 from ckptdeco.errors import InputModifiedError, RecomputeError
 from ckptdeco.schedule.actions import Action
 
@@ -34,6 +35,23 @@ _Values = dict[tuple[int, int], Tensor]  # (id of a call, output index) -> value
 
 def serve(call: Call, saved: Saved) -> Tensor:
     """The tensor of a dropped slot, recomputed if need be; handed out and dropped (R9)."""
+    task = graph_task_id()
+    waiting = call.waiting.get(task)
+    if waiting is None or waiting.is_read_again or saved.index not in waiting:
+        task, found = _look_further(call, saved)
+    else:
+        found = waiting.pop(saved.index)
+    value, version = found
+    if value._version != version:
+        raise modified(saved)
+    saved.task = task
+    if call.protection.has_custom_functions:
+        saved.remember(value)
+    return value
+
+
+def _look_further(call: Call, saved: Saved) -> tuple[int, tuple[Tensor, int]]:
+    """What waits for another pass or was handed out before, or else is recomputed; with the number of its pass."""
     task = pass_id()
     if is_group(task):
         check_overlap(call, saved, task)
@@ -46,19 +64,13 @@ def serve(call: Call, saved: Saved) -> Tensor:
     if found is None:
         was_read = task != -1 and saved.task == task
         if was_read and (alive := saved.handed_out()) is not None:
-            return alive
+            return task, (alive, alive._version)
         waiting = _recompute(call, task)
         waiting.is_read_again = was_read
         found = waiting.get(saved.index) if was_read else waiting.pop(saved.index, None)
         if found is None:
             raise tensor_mismatch(call, saved, None)
-    value, version = found
-    if value._version != version:
-        raise modified(saved)
-    saved.task = task
-    if call.protection.has_custom_functions:
-        saved.remember(value)
-    return value
+    return task, found
 
 
 def _adopt_leftover(call: Call, task: int) -> Waiting | None:
@@ -154,8 +166,11 @@ def _run_walk(target: Call, task: int, order: list[Call], values: _Values) -> Wa
 
 def _read_streams(order: list[Call]) -> rng.Draws:
     """The present states of all streams that the calls of a walk draw from."""
-    drawn = [stream for call in order if call.watch is not None for stream, _ in call.watch.moved]
-    return rng.capture(dict.fromkeys(drawn)) if drawn else ()
+    drawn: dict[Any, None] = {}
+    for call in order:
+        if call.watch is not None and call.watch.moved:
+            drawn.update(dict.fromkeys([stream for stream, _ in call.watch.moved]))
+    return rng.capture(drawn) if drawn else ()
 
 
 def _open_references(call: Call, task: int) -> list[Any]:

@@ -104,29 +104,25 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
 
 def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
     """Run the call's forward under the hooks of `run`, in the surroundings and state of forward."""
-    marks: list[Any] = []
-    undo = Undo()
+    marks: Any = None
+    undo, pack = Undo(), run.pack
     try:
-        undo.append(partial(running.set, running.frame, running.recomputing))
-        undo.append(run.end)
         hooks.put_back(undo, call.hooks, call.snapshots)
         for snapshot in call.snapshots:
             _put_back(call, snapshot, undo)
         if call.watch is not None:
             marks = call.watch.set_back()
+        undo.append(partial(_leave, run, pack, running.frame, running.recomputing, grad_mode()))
         try:
             _enter_surroundings(call, run, undo)
             args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
             if run.trace is not None:
                 run.trace.operators.clear()  # those that made the inputs are not the layer's
             running.set(Frame(call.decisions, again=True), True)
-            pack = run.pack
-            undo.append(partial(pop_hooks, pack))
             push_hooks(pack, run.unpack)
             result = call.context.copy().run(run.body, *args, **kwargs)
         except Stop:
             result = None
-        has_stray = any(not snapshot.has_same_attributes() for snapshot in call.snapshots)
         undo.run()
     except BaseException:
         undo.insist()
@@ -134,9 +130,18 @@ def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
     if call.watch is not None:
         run.is_disturbed = not run.stopped and call.watch.is_disturbed()
         run.drew = call.watch.has_moved(marks)
-    if run.stopped and has_stray and not call.protection.replaces_attributes:
+    has_stray = [snapshot for snapshot in call.snapshots if snapshot.has_stray]
+    if has_stray and run.stopped and not call.protection.replaces_attributes:
         call.protection.is_stop_safe = False  # code after the stop would have undone it
     return [] if run.stopped else tensors_in(result)
+
+
+def _leave(run: Rerun, pack: Any, frame: Frame | None, recomputing: bool, has_grad: bool) -> None:
+    """What every run undoes when it is over; may be called again."""
+    pop_hooks(pack)
+    set_grad_mode(has_grad)
+    running.set(frame, recomputing)
+    run.end()
 
 
 def _trial(call: Call, waiting: Waiting | None) -> Rerun:
@@ -231,7 +236,6 @@ def _run_filled(call: Call, inputs: list[Tensor]) -> Waiting:
 
 def _enter_surroundings(call: Call, run: Rerun, undo: Undo) -> None:
     """Grad mode, autocast and the tracing of operators for a run."""
-    undo.append(partial(set_grad_mode, grad_mode()))
     is_usual = is_torch_function_on() and not torch.is_inference_mode_enabled()
     is_usual = is_usual and not run.fills_memory and call.trace is None
     if is_usual and ambient.capture(call.devices) == call.ambient:

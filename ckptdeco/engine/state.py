@@ -165,8 +165,8 @@ class Snapshot:
     """State of a module tree at entry of one layer call."""
 
     __slots__ = (
-        "addresses", "attributes", "child_names", "children", "clones", "copies", "flags", "generators", "getters",
-        "has_iterators", "hooks", "is_lazy", "keys", "modules", "n_entries", "originals", "own_code",
+        "addresses", "attributes", "child_names", "children", "clones", "copies", "entries", "flags", "generators",
+        "getters", "has_iterators", "has_stray", "hooks", "is_lazy", "keys", "modules", "originals", "own_code",
         "owners", "signatures", "tensors", "versions",
     )  # fmt: skip
 
@@ -176,6 +176,7 @@ class Snapshot:
         self.children, self.child_names, self.hooks = tree.children, tree.child_names, tree.hooks
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
         self.has_iterators = False
+        self.has_stray = False  # whether the last recompute left other attributes than those of entry
         self.generators: list[Stream] = []  # of torch: the layer may have made them since its last checked call
         has_unusual_attributes = False
         self.signatures: list[Any] | None = None
@@ -194,9 +195,9 @@ class Snapshot:
             small = [v for v in values if type(v) is Tensor and v.grad_fn is None and _n_bytes(v) <= _SMALL]
             if is_changing or small or any(map(leads_to_graph, values)):
                 self._keep_attributes(clone=bool(small) or protection.mutates_attributes)
-        self.tensors = _tensors_of(tree.owners)
+        self.entries: list[Tensor | None] = [*_values(tree.owners)]
+        self.tensors = [tensor for tensor in self.entries if tensor is not None]
         self.is_lazy = tree.has_lazy
-        self.n_entries = sum(map(len, tree.owners))
         self.versions: list[int] = versions_of(self.tensors)
         self.flags: list[bool] = [*map(_requires_grad, self.tensors)]
         self.addresses = _addresses(self.tensors)
@@ -245,7 +246,7 @@ class Snapshot:
 
     def has_new_tensors(self) -> bool:
         """Whether parameters or buffers were added, removed or replaced (lazy layers)."""
-        return self.is_lazy or self.n_entries != sum(map(len, self.owners))
+        return self.is_lazy or len(self.entries) != sum(map(len, self.owners))
 
     def has_other_children(self) -> bool:
         """Whether modules were added, removed or swapped since entry."""
@@ -261,8 +262,7 @@ class Snapshot:
 
     def _holds_the_same(self) -> bool:
         """Whether every owner holds the very tensors of entry."""
-        now = _tensors_of(self.owners)
-        return len(now) == len(self.tensors) and all(map(is_, now, self.tensors))
+        return not self.has_new_tensors() and all(map(is_, _values(self.owners), self.entries))
 
     def written_buffers(self) -> set[BufferKey]:
         """The buffers that were replaced or written since entry, as far as their versions tell, and their siblings.
@@ -277,6 +277,10 @@ class Snapshot:
             if (now != version or owner.get(name) is not tensor) and not isinstance(tensor, nn.Parameter):
                 changed.add(id(owner))
         return {(id(owner), name) for owner, name, _ in self._places() if id(owner) in changed}
+
+    def has_new_versions(self) -> bool:
+        """Whether a parameter or buffer was written since entry, as far as versions tell."""
+        return self.versions != versions_of(self.tensors)
 
     def is_untouched(self) -> bool:
         """Whether parameters and buffers are what forward read: the common case, in two sweeps."""
@@ -313,11 +317,10 @@ class Snapshot:
         """
         if self.has_other_children():
             self._put_children_back(undo)
-        if self.has_same_attributes():
-            undo.append(self._put_attributes_back)
-        else:
-            for module in self.modules:
-                undo.append(partial(_assign, module, _own_attributes(module)))
+        is_same = self.has_same_attributes()
+        self.has_stray = False
+        undo.append(partial(self._put_attributes_back, None if is_same else [*map(_own_attributes, self.modules)]))
+        if not is_same:
             for i, module in enumerate(self.modules):
                 _assign(module, self._entry(i))
             for i, values in self.copies.items():  # the recompute may change these in its turn
@@ -348,9 +351,14 @@ class Snapshot:
             undo.append(partial(module.__dict__.__setitem__, "_modules", module._modules))
             module.__dict__["_modules"] = {name: known.get(next(identities)) for name in names}
 
-    def _put_attributes_back(self) -> None:
-        """Take back what a recompute did to attributes that were those of entry."""
-        if not self.has_same_attributes():
+    def _put_attributes_back(self, present: list[dict[str, Any]] | None) -> None:
+        """Undo what a recompute did to attributes; `present` has those before it, unless they were those of entry."""
+        is_same = self.has_same_attributes()
+        self.has_stray |= not is_same
+        if present is not None:
+            for module, values in zip(self.modules, present, strict=True):
+                _assign(module, values)
+        elif not is_same:
             for i, module in enumerate(self.modules):
                 _assign(module, self._entry(i))
 

@@ -21,6 +21,7 @@ __all__ = [
     "Template",
     "flatten",
     "flatten_arguments",
+    "is_flat",
     "objects_in",
     "path_of",
     "rebuild_arguments",
@@ -83,6 +84,11 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     tensors: list[Tensor] = []
     template = flatten([args, kwargs], tensors)
     return tensors, template
+
+
+def is_flat(template: Template) -> bool:
+    """Whether it is that of arguments that are all tensors, given by position."""
+    return template is _FLAT
 
 
 def objects_in(template: Template) -> Iterator[Any]:
