@@ -1,8 +1,9 @@
 """What checkpointing costs on top of the recompute itself, per layer call: ``python -m benchmarks.overhead``.
 
 The layers are tiny (width 16), so the time beyond "plain step + the forwards that are run again" is the machinery. That
-extra time is printed relative to torch's own non-reentrant checkpoint, measured in the same rounds. ``--profile NAME``
-shows instead which functions one of the rows spends its time in.
+extra time is printed relative to torch's own non-reentrant checkpoint, measured in the same rounds, next to a floor:
+the barest checkpoint in Python, which protects nothing. ``--profile NAME`` shows instead which functions one of the
+rows spends its time in.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.floor import bare_checkpoint
 from benchmarks.models import Block, Call, Chain, TinyLayer, plain_call, torch_per_layer
 from ckptdeco.demo.timing import gc_paused, interleaved, median_difference, median_ratio
 from ckptdeco.planning.meter import ActivationMeter
@@ -42,6 +44,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 PLAIN = nullcontext()
 HOOKS = "bare saved-tensor hooks"
+FLOOR = "floor: nothing protected"
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def make_variants(n_layers: int, width: int) -> tuple[dict[str, Variant], str]:
         "plain": partial(_step, plain, x),
         "plain + one more forward": partial(_step, plain, x, n_extra=1),
         HOOKS: partial(_step, plain, x, _bare_hooks),
+        FLOOR: partial(_step, plain, x, bare_checkpoint),
+        f"{FLOOR}, early_stop=False": partial(_step, plain, x, partial(bare_checkpoint, early_stop=False)),
         REFERENCE: partial(_step, plain, x, torch_per_layer),
         f"{REFERENCE}, all three": partial(_step, plain, x, partial(torch_per_layer, **off)),
     }
