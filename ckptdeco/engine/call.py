@@ -125,7 +125,7 @@ class Call:
         self.mutated = protection.mutated_inputs
         self.sources: list[Kept | Reference] = []
         self.slots: list[weakref.ref[Saved] | None] = []  # per saved tensor; None where it was kept as it is
-        self.kept_outputs: dict[int, Kept] = {}
+        self.kept_outputs: dict[int, weakref.ref[Kept]] = {}  # what keeps them goes with the calls after this
         self.waiting: dict[int, Waiting] = {}  # by backward pass (R35)
         self.rebuilt: dict[int, dict[int, Tensor]] = {}  # inputs kept again during backward (levels)
         self.decisions: list[object] = []

@@ -32,7 +32,8 @@ class Reference:
 
     def boundary(self) -> Tensor | None:
         """The value, if it need not be recomputed: promoted to a boundary (R25), or alive and unchanged (R28)."""
-        kept = self.call.kept_outputs.get(self.index)
+        reference = self.call.kept_outputs.get(self.index)
+        kept = None if reference is None else reference()
         if kept is not None:
             return kept.get()
         output = self.output()
@@ -66,8 +67,8 @@ def find_sources(
         if stamp is not None:
             stamp.kept = weakref.ref(kept)
             producer = stamp.call() if stamp.call is not None else None
-            if producer is not None:
-                producer.kept_outputs[stamp.index] = kept
+            if producer is not None:  # weakly: it is not to be alive in the producer's own backward
+                producer.kept_outputs[stamp.index] = stamp.kept
         call.sources.append(kept)
     call.has_references = bool(candidates)
 

@@ -69,7 +69,7 @@ def _outermost(
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that transformers marks as layers; else the repeated blocks, by the first rule that finds any.
+    """The innermost modules that transformers marks as layers; else the repeated blocks, by the first rule to find any.
 
     1. The classes of which a list holds several, wherever they stand in the model; stages are looked into.
     2. The modules that stand beside another of their class as attributes.
@@ -77,7 +77,7 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     4. Several `nn.Sequential` beside each other.
     """
     rules: list[Callable[[], _Match]] = [
-        lambda: _is_marked,
+        lambda: _is_innermost_marked,
         *[partial(_in_lists, model, is_block) for is_block in (_is_made_of_layers, _is_block)],
         lambda: _is_one_of(_alike_siblings(model)),
         lambda: _is_one_of(child for module in model.modules() if _is_pile(module) for child in _blocks_of(module)),
@@ -90,8 +90,13 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     raise PolicyError("layers", "auto", f"found no repeated blocks in {type(model).__name__}", _what_there_is(model))
 
 
-def _is_marked(name: str, module: nn.Module) -> bool:
+def _is_marked(module: nn.Module) -> bool:
     return any(base.__name__ == _MARKER for base in type(module).__mro__)
+
+
+def _is_innermost_marked(name: str, module: nn.Module) -> bool:
+    """Some models (Swin) have their stages marked as well as the layers in them."""
+    return _is_marked(module) and not any(inner is not module and _is_marked(inner) for inner in module.modules())
 
 
 def _is_one_of(modules: Iterable[nn.Module]) -> _Match:

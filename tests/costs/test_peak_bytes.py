@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from math import ceil
 from typing import Any
 
@@ -218,3 +219,28 @@ def test_u_net_peak_is_not_above_that_of_the_chain_with_its_skips() -> None:
     chain = step_peak(make_chain(16), make_batch(), policy(segment=4))
     assert peak <= chain + 18 * BOUNDARY, f"{peak / BOUNDARY:.1f} boundaries; the chain {chain / BOUNDARY:.1f}"
     assert peak < 0.8 * step_peak(model, make_batch(), nothing())
+
+
+@pytest.mark.parametrize("options", [{"segment": 1}, {"segment": 2}, {"segment": 2, "levels": 2}], ids=str)
+def test_kept_input_is_gone_when_the_layer_before_it_runs_backward(options: dict[str, Any]) -> None:
+    layers = [Block(WIDE) for _ in range(6)]
+    forwards = [checkpointable(layer.forward) for layer in layers]
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[list[bool]] = []
+    for layer in layers:
+        weight = next(parameter for parameter in layer.parameters() if parameter.dim() == 2)
+        weight.register_hook(lambda grad: alive.append([storage() is not None for storage in storages]))
+    under = policy(**options)
+    for _ in range(2):
+        storages.clear()
+        alive.clear()
+        with under:
+            y = make_batch()
+            for forward in forwards:
+                y = forward(y)
+                storages.append(weakref.ref(y.untyped_storage()))
+            loss = y.sum()
+            del y
+            loss.backward()
+        for position, seen in zip(reversed(range(6)), alive, strict=True):  # outputs of this call and of those after it
+            assert not any(seen[position:]), (position, seen)
