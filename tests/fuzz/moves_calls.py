@@ -30,12 +30,14 @@ class Residual(Move):
 class PlusEquals(Move):
     """`x += layer(x)`."""
 
-    excludes = ("offload",)  # plain torch on the CPU packs an alias there, and so reads what was written later
+    # On the CPU the first packs an alias, so that plain torch reads what was written later; the second lets a program
+    # change what a layer saved (limits.md).
+    excludes = ("offload", "copies_of_saved")
 
     @staticmethod
     def run(h: Tensor, env: Any, layer: int, k: int) -> Tensor:
         out = env.call(layer, h)
-        if h.is_leaf and h.requires_grad:
+        if h.grad_fn is None:  # a leaf, or data: to change that before backward is an error
             return h + out
         h += out
         return h
@@ -76,6 +78,8 @@ class CallInInference(Move):
 
 class CheckpointedCall(Move):
     """The call inside torch's checkpoint, or inside ours, with a neighbour."""
+
+    excludes = ("function_mode",)  # which torch's recompute does not enter: plain training is wrong
 
     @staticmethod
     def run(h: Tensor, env: Any, layer: int, k: int) -> Tensor:

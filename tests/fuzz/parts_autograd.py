@@ -170,6 +170,7 @@ class InnerCheckpoint(Part):
     """k: torch's checkpoint, reentrant or not, and ours, once or nested; with dropout inside."""
 
     is_random = True
+    excludes = ("function_mode",)  # which torch's recompute does not enter: plain training is wrong
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
