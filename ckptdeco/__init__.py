@@ -25,6 +25,7 @@ from ckptdeco.errors import (
 from ckptdeco.integrations.modules import DecoratedLayers, decorate, undecorate
 from ckptdeco.planning.explain import Explanation, explain
 from ckptdeco.policy import Policy, Site, policy
+from ckptdeco.save import any_of, checkpoint_name
 from ckptdeco.schedule.actions import Action
 
 __version__ = "0.1.0"
@@ -47,7 +48,9 @@ __all__ = [
     "StaleGraphError",
     "UncheckpointableError",
     "ValueMismatch",
+    "any_of",
     "checkpoint",
+    "checkpoint_name",
     "checkpointable",
     "decorate",
     "explain",

@@ -33,16 +33,19 @@ class Entry:
         n_matched: those of them that `only=` and `skip=` let through.
         names: up to five names of layers seen.
         unmatched_backward: set by who finds out in backward that nothing matched.
+        is_inside: whether it only tells decorated calls inside a decorated call that `save=` may mean them.
         outer: for decorated calls inside a decorated call, the entry of the policy around it, which counts for both.
         thread: the thread that entered it.
     """
 
     __slots__ = (
-        "alive", "is_on", "n_matched", "n_seen", "names", "outer", "parent", "policy", "thread",
+        "alive", "is_inside", "is_on", "n_matched", "n_seen", "names", "outer", "parent", "policy", "thread",
         "unmatched_backward",
     )  # fmt: skip
 
-    def __init__(self, policy: Any, parent: Entry | None = None, outer: Entry | None = None) -> None:
+    def __init__(
+        self, policy: Any, parent: Entry | None = None, outer: Entry | None = None, *, is_inside: bool = False
+    ) -> None:
         self.policy = policy
         self.parent = parent
         self.alive = True
@@ -53,6 +56,7 @@ class Entry:
         self.unmatched_backward = False
         self.thread = 0
         self.outer = outer
+        self.is_inside = is_inside
 
     @property
     def counting(self) -> Entry:

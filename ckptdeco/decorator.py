@@ -21,6 +21,7 @@ from ckptdeco import context
 from ckptdeco.context import elsewhere, innermost
 from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
+from ckptdeco.engine.contexts import ContextFn, InContexts
 from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
 from ckptdeco.engine.layer import LayerInfo, layer_info
 from ckptdeco.engine.overlap import run_in_window
@@ -28,10 +29,12 @@ from ckptdeco.engine.passes import current_log
 from ckptdeco.engine.pending import forget
 from ckptdeco.engine.record import PassLog, Record
 from ckptdeco.engine.running import running
+from ckptdeco.engine.selection import InSelection
 from ckptdeco.engine.torch_private import disable_dynamo, is_inside_torch_checkpoint, is_plain_autograd
 from ckptdeco.engine.tree import tensors_in
 from ckptdeco.errors import PolicyError
 from ckptdeco.policy import Policy, Site
+from ckptdeco.save import Chosen
 from ckptdeco.schedule.actions import Action
 from ckptdeco.schedule.chain import Chain as KnownChain
 from ckptdeco.schedule.simulator import Layer
@@ -260,6 +263,8 @@ def _call(
     policy: Policy = entry.policy
     layer = wrapped if instance is None else instance
     info = layer_info(layer, wrapped, name)
+    if entry.is_inside:
+        return _call_inside(policy, info, layer, wrapped, args, kwargs)
     frame = running.frame
     if frame is None:
         forget()
@@ -271,7 +276,7 @@ def _call(
     if chain is None or chain.context.policy is not policy:
         chain = _begin_chain(policy, info, is_first_run=frame is None or not frame.again)
         upstream.position = -1
-    body = context.Within(rerunnable(wrapped), context.Entry(policy, outer=entry) if policy.nested else None)
+    body: Any = context.Within(rerunnable(wrapped), _entry_inside(entry))
     if not is_matched:
         return _run_unmatched(entry.counting, body, inputs, chain, upstream)
     state: _ChainState = chain.context
@@ -287,12 +292,43 @@ def _call(
         result = run_in_window(body, args, kwargs)
         _stamp(result, chain, position)
     else:
+        if policy.selection is not None:
+            body = _selecting(policy.selection, body, state.limit)
         result = run(
             body, inputs, upstream, action, info=info, options=state.options, at_backward=state.at_backward,
             limit=state.limit, chain=chain, position=position, record=record,
         )  # fmt: skip
+    if type(body) is InSelection and record.dropped_bytes:
+        record.kept_bytes += body.kept_bytes
+        record.dropped_bytes -= body.still_saved_bytes
     _note_cost(chain, position, record)
     return result
+
+
+def _entry_inside(entry: context.Entry) -> context.Entry | None:
+    """What decorated calls inside a decorated call see: no policy, the same (`nested`), or that some of them stay."""
+    policy: Policy = entry.policy
+    if policy.nested:
+        return context.Entry(policy, outer=entry)
+    if getattr(policy.selection, "has_layers", False):
+        return context.Entry(policy, outer=entry, is_inside=True)
+    return None
+
+
+def _call_inside(policy: Policy, info: LayerInfo, layer: Any, wrapped: Any, args: Any, kwargs: Any) -> Any:
+    """A decorated call inside a decorated call, which `save=` may select."""
+    selection: Any = policy.selection
+    mode = running.selection
+    if mode is None or not selection.layer(layer, info.name):
+        return wrapped(*args, **kwargs)
+    return mode.around_layer(wrapped, args, kwargs)
+
+
+def _selecting(selection: Chosen | ContextFn, body: Any, limit: int | None) -> Any:
+    """The body of a call with `save=`."""
+    if isinstance(selection, Chosen):
+        return InSelection(body, selection, ends_with_call=limit == 1)
+    return InContexts(body, selection)
 
 
 def _is_matched(policy: Policy, info: LayerInfo, layer: Any) -> bool:

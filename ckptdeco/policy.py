@@ -12,11 +12,12 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from ckptdeco import context
 from ckptdeco.errors import PolicyError
+from ckptdeco.matching import Selectors, is_selected, selectors, shown, unpacked
+from ckptdeco.save import Chosen, Save, selects
 from ckptdeco.schedule.actions import Action, Schedule
 from ckptdeco.schedule.chain import Chain, resolve
 from ckptdeco.schedule.classic import Binomial, Segments, StoreAll, StoreLast, TwoLevel
@@ -25,11 +26,9 @@ __all__ = ["Chain", "Policy", "Site", "policy"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P", bound="Policy")
-Selector: TypeAlias = type | str | Callable[[Any], bool]
-Selectors: TypeAlias = Selector | Sequence[Selector] | None
 
 _UNSET: Final[Any] = object()
-_PLANNED = ("budget", "save", "offload", "plan")
+_PLANNED = ("budget", "offload", "plan")
 _DETERMINISM_CHECKS = ("default", "values", "none")
 _FLAGS = ("nested", "preserve_rng_state", "early_stop", "debug")
 
@@ -84,6 +83,7 @@ class Policy:
     only: Selectors = dataclasses.field(default=None, kw_only=True)
     skip: Selectors = dataclasses.field(default=None, kw_only=True)
     keep_last: int = dataclasses.field(default=0, kw_only=True)
+    save: Save = dataclasses.field(default=None, kw_only=True)
     nested: bool = dataclasses.field(default=False, kw_only=True)
     preserve_rng_state: bool = dataclasses.field(default=True, kw_only=True)
     determinism_check: str = dataclasses.field(default="default", kw_only=True)
@@ -106,7 +106,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("only", "skip"):
-            object.__setattr__(self, name, _selectors(name, getattr(self, name)))
+            object.__setattr__(self, name, selectors(name, getattr(self, name)))
+        if isinstance(self.save, (list, set, frozenset)):
+            object.__setattr__(self, "save", tuple(self.save))
         _check(self)
         if self.segment is None and self.every is None and not self.is_off:
             object.__setattr__(self, "segment", {1: 1, 2: "sqrt", "log": None}[self.levels])
@@ -115,9 +117,9 @@ class Policy:
 
     def matches(self, layer: Any, name: str) -> bool:
         """Whether `only=` and `skip=` let this layer through."""
-        if self.only is not None and not _is_selected(self.only, layer, name):
+        if self.only is not None and not is_selected(self.only, layer, name):
             return False
-        return self.skip is None or not _is_selected(self.skip, layer, name)
+        return self.skip is None or not is_selected(self.skip, layer, name)
 
     def at_forward(self, site: Site) -> Action:
         """What to do with the call at `site`."""
@@ -184,7 +186,12 @@ class Policy:
         left = "none of the {} decorated calls matched" if self.skip is None else "all {} decorated calls were left out"
         problem = f"{left.format(entry.n_seen)}; layers seen: {seen}"
         fix = f"give {name}= a class, a glob such as '*{entry.names[0] if entry.names else ''}', or a predicate"
-        raise PolicyError(name, _unpacked(getattr(self, name)), problem, fix)
+        raise PolicyError(name, unpacked(getattr(self, name)), problem, fix)
+
+    @functools.cached_property
+    def selection(self) -> Chosen | Callable[[], Any] | None:
+        """What `save=` means, or None."""
+        return None if self.save is None else selects(self.save)
 
     # ---- as a value
 
@@ -209,7 +216,7 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value for name, value in self.__dict__.items() if name != "_hash"
+            name: value for name, value in self.__dict__.items() if name not in ("_hash", "selection")
         }  # it holds in this process only
 
     def __repr__(self) -> str:
@@ -218,7 +225,7 @@ class Policy:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "is_off" and value != field.default:
-                said.append(f"{field.name}={_shown(value)}")
+                said.append(f"{field.name}={shown(value)}")
         return f"{name}({', '.join(said)})"
 
 
@@ -232,6 +239,7 @@ def policy(
     only: Selectors = None,
     skip: Selectors = None,
     keep_last: int = 0,
+    save: Save = None,
     nested: bool = False,
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
@@ -256,6 +264,10 @@ def policy(
             a list of those. All others are stored.
         skip: the layers to store, likewise.
         keep_last: stores the last k calls of a chain, once its length is known.
+        save: what stays inside recomputed calls and is not run again: `"matmuls"` (matrix products, convolutions,
+            attention); a name given by `checkpoint_name`; a function of torch such as `torch.matmul`; the class of a
+            decorated layer inside, or a glob on its name; a list of those. Or operators of ATen, or a callable that
+            answers with `torch.utils.checkpoint.CheckpointPolicy`: these use torch's dispatch modes, at their cost.
         nested: whether decorated calls inside a decorated call are checkpointed too.
         preserve_rng_state: whether the recompute sees the random numbers that forward saw.
         determinism_check: `"default"` compares metadata of saved tensors, `"values"` values too, `"none"` neither.
@@ -290,7 +302,7 @@ def policy(
     if unknown:
         _reject_unknown(*next(iter(unknown.items())))
     return Policy(
-        segment, every, levels, only=only, skip=skip, keep_last=keep_last, nested=nested,
+        segment, every, levels, only=only, skip=skip, keep_last=keep_last, save=save, nested=nested,
         preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, early_stop=early_stop, debug=debug,
         is_off=_is_off(plan),
     )  # fmt: skip
@@ -307,6 +319,7 @@ def _check(self: Policy) -> None:
                 raise PolicyError(name, value, "means nothing in a policy that is off", "leave out the None")
     _check_grouping(self)
     _require_count("keep_last", self.keep_last, 0, "keep_last=1 stores the last layer call of each chain")
+    self.selection  # noqa: B018 - raises if it cannot be read
     for name in _FLAGS:
         if type(getattr(self, name)) is not bool:
             raise PolicyError(name, getattr(self, name), "must be True or False", f"{name}=True")
@@ -360,41 +373,3 @@ def _reject_unknown(name: str, value: object) -> None:
 
 def _nearest(name: object, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)), None)
-
-
-# ---- only= and skip=
-
-
-def _selectors(name: str, value: Any) -> tuple[Selector, ...] | None:
-    """The selectors as a tuple, each of a kind that can be matched."""
-    if value is None:
-        return None
-    items = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if not items:
-        raise PolicyError(name, value, "selects nothing", f"leave {name}= out")
-    for item in items:
-        is_layer = hasattr(item, "forward") and not isinstance(item, type)
-        if is_layer or not (isinstance(item, (str, type)) or callable(item)):
-            problem = "must be a class, a name glob, a predicate that takes the layer, or a list of those"
-            fix = f"{name}=lambda layer: layer is the_layer" if is_layer else f"{name}='*.layers.*'"
-            raise PolicyError(name, value, problem, fix)
-    return items
-
-
-def _is_selected(selectors: Any, layer: Any, name: str) -> bool:
-    return any(
-        isinstance(layer, s) if isinstance(s, type) else fnmatchcase(name, s) if isinstance(s, str) else s(layer)
-        for s in selectors
-    )
-
-
-def _unpacked(value: Any) -> Any:
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
-
-
-def _shown(value: Any) -> str:
-    """The value as the user wrote it; classes and functions by name."""
-    value = _unpacked(value)
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
-    return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ckptdeco"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # part of the package -> the parts that it may import, besides itself and errors
-_BELOW_DECORATOR = {"policy", "context", "schedule", "engine"}
+_BELOW_DECORATOR = {"policy", "context", "matching", "save", "schedule", "engine"}
 _BELOW_TOP = _BELOW_DECORATOR | {"decorator", "dropin", "__init__"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
@@ -24,7 +24,9 @@ LAYERS: dict[str, set[str]] = {
     "schedule": set(),
     "engine": {"schedule.actions"},
     "context": {"schedule"},
-    "policy": {"context", "schedule"},
+    "matching": set(),
+    "save": {"engine"},
+    "policy": {"context", "matching", "save", "schedule"},
     "decorator": _BELOW_DECORATOR,
     "dropin": {"context", "engine", "schedule"},
     "planning": _BELOW_TOP,

@@ -230,7 +230,7 @@ def run(
     listener = listen(call.snapshots, probe, is_due, protection.hooks_take_part)
     try:
         window.open()
-        running.frame = Frame(call.decisions, again=False)
+        running.frame = Frame(call.decisions, again=False, collector=probe)
         push_hooks(pack, unpack)
         if listener is None and not options.debug:
             result = body(*inputs.args, **inputs.kwargs)

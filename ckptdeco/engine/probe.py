@@ -92,10 +92,11 @@ def _lead_to_no_graph(saved: Saved) -> None:
 class Probe:
     """Holds the saved tensors of a running call until it is known what to do with them."""
 
-    __slots__ = ("saved", "values")
+    __slots__ = ("held", "saved", "values")
 
     def __init__(self) -> None:
         self.saved: list[Saved] = []
+        self.held: set[int] = set()  # slots that stay as they are
         self.values: list[int | None] = []  # fingerprints, if the call is checked by value
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -140,7 +141,7 @@ class Probe:
                 saved.task = NO_TASK
             # The first test is of what `is_parameter` tells, without its frame.
             is_alive = (type(value) is not Tensor or value._is_view()) and is_parameter(value)
-            if is_alive or (buffers and id(value) in buffers):
+            if is_alive or (buffers and id(value) in buffers) or index in self.held:
                 if not is_alive:  # an error shall name the layer
                     saved.call, saved.index = call, index
                 if value.grad_fn is not None:  # alive anyway, with its version (R8)

@@ -118,7 +118,7 @@ def _run(call: Call, inputs: list[Tensor], run: Rerun) -> list[Tensor]:
             args, kwargs = rebuild_arguments(call.template, _prepare(call, inputs))
             if run.trace is not None:
                 run.trace.operators.clear()  # those that made the inputs are not the layer's
-            running.set(Frame(call.decisions, again=True), True)
+            running.set(Frame(call.decisions, again=True, collector=run), True)
             push_hooks(pack, run.unpack)
             result = call.context.copy().run(run.body, *args, **kwargs)
         except Stop:

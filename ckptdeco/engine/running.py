@@ -19,18 +19,20 @@ class Frame:
     same tensors (R22).
     """
 
-    __slots__ = ("__weakref__", "again", "decisions", "n_nested", "number")
+    __slots__ = ("__weakref__", "again", "collector", "decisions", "n_nested", "number")
 
-    def __init__(self, decisions: list[object], again: bool) -> None:
+    def __init__(self, decisions: list[object], again: bool, collector: Any = None) -> None:
         self.number = next(_numbers)  # tells frames apart, where an address may be used again
         self.decisions = decisions
         self.again = again
         self.n_nested = 0
+        self.collector = collector  # whose hooks the saved tensors go through
 
 
 class _Running(threading.local):
     frame: Frame | None = None
     recomputing: bool = False
+    selection: Any = None  # sees the operations of the layer call (`save=`)
     listener: Any = None  # hears the forward hooks of modules inside the layer call
 
     def set(self, frame: Frame | None, recomputing: bool) -> None:
