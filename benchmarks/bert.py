@@ -30,10 +30,10 @@ LIBRARY = "gradient_checkpointing_enable()"
 BLOCKS: tuple[str, ...] = ("layer.*",)
 # The last matrix product of a block saves only its input. Where it is a layer of its own, early stop ends the recompute
 # before it; the layer norm after it is not recomputed, so that its input is kept instead.
-HALVES = ("layer.*.attention", "layer.*.intermediate", "layer.?.output.dense", "layer.??.output.dense")
+HALVES = ("layer.*.attention", "layer.*.intermediate", "*[0-9].output.dense")
 # Matrix products inside a block that are cheap to keep for what they cost: 3 and 1 times the block's input.
 PROJECTIONS = ("*.attention.self.query", "*.attention.self.key", "*.attention.self.value")
-OUTPUTS = ("layer.?.output.dense", "layer.??.output.dense")
+OUTPUTS = ("*[0-9].output.dense",)
 BOUND_MEMORY, BOUND_TIME = 4.9, 1.25
 
 
@@ -79,7 +79,7 @@ def make_encoder(n_layers: int, width: int, attention: str) -> nn.Module:
     return transformers.BertModel(config, add_pooling_layer=False).train()
 
 
-def forward(model: Any, row: Row, x: Tensor) -> Tensor:
+def loss_of(model: Any, row: Row, x: Tensor) -> Tensor:
     """The loss of one forward; the policy is left before backward begins."""
     with ckptdeco.policy(**row.policy) if row.policy else ckptdeco.policy(None):
         return model.encoder(x).last_hidden_state.square().mean()
@@ -96,7 +96,7 @@ def run(model: Any, name: str, x: Tensor, act: Callable[[Callable[[], Tensor]], 
             stack.enter_context(ckptdeco.decorate(model.encoder, layers=row.layers))
             if row.inside:
                 stack.enter_context(ckptdeco.decorate(model.encoder, layers=row.inside))
-        return act(partial(forward, model, row, x))
+        return act(partial(loss_of, model, row, x))
 
 
 def step(model: Any, name: str, x: Tensor) -> None:
