@@ -107,9 +107,9 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("only", "skip"):
             object.__setattr__(self, name, selectors(name, getattr(self, name)))
+        _check(self)
         if isinstance(self.save, (list, set, frozenset)):
             object.__setattr__(self, "save", tuple(self.save))
-        _check(self)
         if self.segment is None and self.every is None and not self.is_off:
             object.__setattr__(self, "segment", {1: 1, 2: "sqrt", "log": None}[self.levels])
 

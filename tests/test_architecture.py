@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # part of the package -> the parts that it may import, besides itself and errors
 _BELOW_DECORATOR = {"policy", "context", "matching", "save", "schedule", "engine"}
-_BELOW_TOP = _BELOW_DECORATOR | {"decorator", "dropin", "__init__"}
+_BELOW_TOP = _BELOW_DECORATOR | {"decorator", "dropin", "placement", "__init__"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "extras": set(),
@@ -27,7 +27,8 @@ LAYERS: dict[str, set[str]] = {
     "matching": set(),
     "save": {"engine"},
     "policy": {"context", "matching", "save", "schedule"},
-    "decorator": _BELOW_DECORATOR,
+    "placement": _BELOW_DECORATOR,
+    "decorator": _BELOW_DECORATOR | {"placement"},
     "dropin": {"context", "engine", "schedule"},
     "planning": _BELOW_TOP,
     "integrations": _BELOW_TOP | {"extras"},

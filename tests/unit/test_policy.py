@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import pytest
+import torch
 
 from ckptdeco import context
 from ckptdeco.errors import CheckpointError, PolicyError
@@ -159,7 +160,10 @@ def test_segment_that_is_no_length_is_an_error(value):
         ({"skip": [Block, None]}, "skip", "a class, a name glob, a predicate", "skip='*.layers.*'"),
         ({"only": []}, "only", "selects nothing", "leave only= out"),
         ({"budget": "20GiB"}, "budget", "is not available yet", "leave it out"),
-        ({"save": "matmul"}, "save", "is not available yet", "leave it out"),
+        ({"save": 3}, "save", "does not say what to save", "'matmuls', a name of checkpoint_name()"),
+        ({"save": []}, "save", "selects nothing", "leave save= out"),
+        ({"save": ("matmuls", torch.ops.aten.mm)}, "save", "mixes operators of ATen", "operators only"),
+        ({"save": [len, lambda ctx, op: None]}, "save", "mixes operators of ATen, or a callable", "one callable only"),
         ({"offload": "cpu"}, "offload", "is not available yet", "leave it out"),
         ({"plan": "a.json"}, "plan", "is not available yet", "leave it out"),
         ({"segmnt": 3}, "segmnt", "is not an option", "did you mean segment=?"),
