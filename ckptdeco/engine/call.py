@@ -242,7 +242,7 @@ def run(
         if listener is not None:
             call.hooks = listener.finish()
             protection.hooks_take_part |= listener.took_part
-        surprise = "" if call.watch is None else call.watch.end()
+        surprise = "" if call.watch is None else call.watch.end(protection.sets_streams)
         if window.close() and call.watch is not None and (window.is_rewound or call.watch.shares_draws()):
             surprise = "another thread ran a layer at the same time, and numbers were drawn"
         written = {i for i, value in enumerate(values) if fingerprint(tensors[i]) != value} if values else set()

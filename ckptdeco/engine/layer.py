@@ -45,6 +45,7 @@ class Protection:
         "mutates_attributes",
         "n_calls",
         "replaces_attributes",
+        "sets_streams",
         "sizes",
         "streams",
         "structures",
@@ -67,6 +68,7 @@ class Protection:
         self.modes_take_part: dict[tuple[type, ...], bool] = {}
         self.hooks_take_part = False  # forward hooks inside change what it computes
         self.streams: tuple[Stream, ...] = ()  # of random numbers, found on the layer, its class and its functions
+        self.sets_streams = False  # it sets streams of random numbers itself, and may leave them as it found them
         self.replaces_attributes = False  # it stores other values on its module
         self.mutates_arguments = False  # it changes objects that it is given, such as a cache
         self.mutates_attributes = False  # it changes containers or tensors on its module in place

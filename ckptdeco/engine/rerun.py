@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ckptdeco.engine import ambient, hooks
+from ckptdeco.engine import ambient, hooks, rng
 from ckptdeco.engine.attributes import as_non_leaf
 from ckptdeco.engine.changes import learn_changes
 from ckptdeco.engine.collect import Rerun, Stop, Waiting
@@ -94,6 +94,8 @@ def run_again(call: Call, inputs: list[Tensor], waiting: Waiting | None, is_targ
     else:
         if watch is not None and _draws(call, inputs, [stream for stream, _ in watch.moved]):
             raise disturbed(call.info.label)
+    if run.drew and not has_other_threads():
+        run, outputs = _run_from_entry(call, inputs, run, outputs, may_stop)
     suspects = run.verify()
     if run.drew:
         _confirm_draw(call, inputs)
@@ -151,18 +153,61 @@ def _trial(call: Call, waiting: Waiting | None) -> Rerun:
     return run
 
 
+def _run_from_entry(
+    call: Call, inputs: list[Tensor], run: Rerun, outputs: list[Tensor], may_stop: bool
+) -> tuple[Rerun, list[Tensor]]:
+    """A stream moved in the recompute that forward left as it found it, and there are no other threads (any more).
+
+    A layer that sets the stream itself, say to a seed, may come back to where forward began. So it is run from there,
+    and must come back again; else it draws what forward did not.
+    """
+    assert call.watch is not None
+    entry, found = call.watch.before(run.drew)
+    if not found:
+        raise RandomnessError(call.info.label)
+    try:
+        now = rng.capture(run.drew)
+        if not _moves(call, inputs, found):  # a thread that is gone has drawn
+            rng.restore(now)
+            run.drew = []
+            return run, outputs
+        if _moves(call, inputs, entry):
+            raise RandomnessError(call.info.label)
+        rng.restore(entry)
+        call.watch.add(entry)
+        if run.waiting is not None:
+            run.waiting.clear()
+        again = Rerun(call, run.waiting, may_stop)
+        again.has_modes = run.has_modes
+        outputs = _run(call, inputs, again)
+        rng.restore(found)
+    except BaseException:  # not `finally`: see undo.py
+        rng.restore(found)
+        raise
+    call.protection.sets_streams = True
+    return again, outputs
+
+
+def _moves(call: Call, inputs: list[Tensor], states: rng.Draws) -> bool:
+    """Whether a run that finds streams in these states leaves them in others."""
+    rng.restore(states)
+    marks = [stream.mark() for stream, _ in states]
+    _run(call, inputs, _trial(call, None))
+    return [stream.mark() for stream, _ in states] != marks
+
+
 def _confirm_draw(call: Call, inputs: list[Tensor]) -> None:
     """A stream moved in the recompute, but not in forward: because of the layer, or of another thread?
 
-    One that loads data may draw at any time. So the call is run once more: the layer draws again.
+    One that loads data may draw at any time. So the call is run again and again: the layer draws each time.
     """
-    for attempt in range(_MAX_ATTEMPTS if has_other_threads() else 1):
+    for attempt in range(_MAX_ATTEMPTS):
         time.sleep(min(attempt, 20) / 1000)
         again = _trial(call, None)
         _run(call, inputs, again)
         if not again.drew:
             return
-    if not has_other_threads() or _draws(call, inputs, again.drew):
+    if _draws(call, inputs, again.drew):
         raise RandomnessError(call.info.label)
 
 

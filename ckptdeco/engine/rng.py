@@ -45,22 +45,28 @@ class Watch:
         since the last look. Memory: the states of the streams that the call drew from, 5 kB for each.
     """
 
-    __slots__ = ("ends", "moved", "others", "quiet", "seen", "states")
+    __slots__ = ("ends", "found", "moved", "others", "quiet", "seen", "states")
 
     def __init__(self, devices: Devices = (), others: tuple[Stream, ...] = ()) -> None:
         self.moved: Draws = ()  # what it drew from
         self.ends: tuple[tuple[int, int], ...] = ()  # their states at entry and end, if there are other threads
         self.quiet: tuple[Stream, ...] = ()  # what it did not draw from
-        self.seen: Any = look()
+        self.seen: Any = look()  # the global ones at entry
+        self.found: Any = None  # the same before the last recompute
         self.others = (*map(OfDevice, devices), *others) if devices or others else ()
         self.states = [(stream.mark(), stream.get()) for stream in self.others] if self.others else ()
 
-    def end(self) -> str:
-        """The call is over. Returns why it cannot be recomputed, if so."""
-        seen, self.seen = self.seen, None
+    def end(self, is_setter: bool = False) -> str:
+        """The call is over. Returns why it cannot be recomputed, if so.
+
+        A layer that sets streams itself (`is_setter`), say to a seed, may leave them as it found them.
+        """
+        seen = self.seen
         streams = seen.streams
         marks = [stream.mark() for stream in streams]
-        if marks == seen.marks and not self.others:
+        if is_setter and not has_other_threads():
+            self.moved = tuple(zip(streams, seen.states, strict=True))
+        elif marks == seen.marks and not self.others:
             self.quiet = streams
         else:
             before = [*zip(seen.marks, seen.states, strict=True), *self.states]
@@ -75,9 +81,24 @@ class Watch:
 
     def set_back(self) -> list[Any]:
         """Set the streams that the call drew from to what it found; returns the marks of the others."""
+        self.found = look()
         for stream, state in self.moved:
             stream.set(state)
         return [stream.mark() for stream in self.quiet]
+
+    def before(self, streams: list[Stream]) -> tuple[Draws, Draws]:
+        """Streams with their states at entry, and before this recompute; nothing if these are not known."""
+        entry = dict(zip(self.seen.streams, self.seen.states, strict=True))
+        found = dict(zip(self.found.streams, self.found.states, strict=True))
+        if not all(stream in entry and stream in found for stream in streams):
+            return (), ()
+        return tuple([(s, entry[s]) for s in streams]), tuple([(s, found[s]) for s in streams])
+
+    def add(self, draws: Draws) -> None:
+        """The call drew from these streams, too, although it left them as it found them."""
+        streams = [stream for stream, _ in draws]
+        self.quiet = tuple([stream for stream in self.quiet if stream not in streams])
+        self.moved += draws
 
     def shares_draws(self) -> bool:
         """Whether it drew from a generator that all threads of the process share."""

@@ -272,6 +272,35 @@ def test_layer_that_draws_in_its_recompute_only_is_an_error_at_any_call(first: i
     MEANWHILE.clear()
 
 
+SEEDS = {"torch": torch.manual_seed, "random": random.seed, "numpy": numpy.random.seed}
+
+
+class SetsSeed(Layer):
+    """Draws, then sets the seed itself and draws again: it leaves the stream as the layer before it did."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.out, self.kind = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), kind
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x)) * (1.0 + NUMBERS[self.kind]())
+        SEEDS[self.kind](7)
+        return self.out(torch.tanh(h) * NUMBERS[self.kind]())
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_layer_that_sets_the_seed_itself_and_leaves_the_stream_as_it_found_it(kind: str, under: Any) -> None:
+    def step(model: nn.Module, inputs: Any, context: Any) -> Any:
+        with context():
+            out = model(*inputs)
+        NUMBERS[kind]()  # the stream is elsewhere when backward begins
+        total(out).backward()
+        return out, torch.tensor(NUMBERS[kind]())
+
+    assert_same(lambda: Stack([SetsSeed(kind) for _ in range(4)]), step, lambda: (batch(),), under, steps=4)
+
+
 class MakesGenerator(Layer):
     """Makes a generator of its own when it first needs one."""
 

@@ -102,6 +102,8 @@ class Faults:
         return self._trace_line
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "<genexpr>":
+            return  # `any(…)` may be closing it where it waits, and Python swallows what is raised meanwhile
         if event in ("call", "c_return") and _is_ours(frame.f_code) and not _is_out_of_reach(frame):
             self.pass_by(f"{_place(frame)} {event} {getattr(arg, '__name__', '')}")
 
