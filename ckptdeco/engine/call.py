@@ -215,7 +215,7 @@ def run(
     find_sources(call, tensors, upstream, action, limit, check, frame)
 
     call.snapshots = [Snapshot(tree, root, protection) for tree, root in trees]
-    before = [tree.buffer_values() for tree, _ in trees] if is_due else [None] * len(trees)
+    before = [snapshot.buffer_values() for snapshot in call.snapshots] if is_due else [None] * len(trees)
     versions = versions_of(tensors)
     values = [fingerprint(tensor) for tensor in tensors] if is_due else []
     window = Window()
@@ -251,7 +251,7 @@ def run(
             surprise = _learn_objects(protection, objects) or surprise
         if are_weights_cached() and _has_parametrised_weights(call):
             surprise = "its weights are computed once for several calls (parametrize.cached)"
-        buffers = _own_buffers(trees)
+        buffers = _own_buffers(call, trees)
         n_dropped = 0
         shapes = tuple([t.shape for t in tensors])
         n_bytes = protection.sizes.get(shapes)
@@ -345,12 +345,12 @@ def _has_parametrised_weights(call: Call) -> bool:
     return any(isinstance(module, ParametrizationList) for snapshot in call.snapshots for module in snapshot.modules)
 
 
-def _own_buffers(trees: list[tuple[ModuleTree, nn.Module]]) -> set[int]:
+def _own_buffers(call: Call, trees: list[tuple[ModuleTree, nn.Module]]) -> set[int]:
     """Ids of the buffers that the modules hold now."""
     found: set[int] = set()
-    for tree, _ in trees:
+    for (tree, _), snapshot in zip(trees, call.snapshots, strict=True):
         if tree.has_buffers:
-            found.update([id(tensor) for owner in tree.owners for tensor in owner.values()])
+            found.update([id(tensor) for owner in snapshot.owners for tensor in owner.values()])
     return found
 
 

@@ -74,7 +74,7 @@ def _learn_state(
             return "it wrote a parameter"
         written = snapshot.written_buffers()
     if before:
-        after = tree.buffer_values()
+        after = snapshot.buffer_values()
         written |= {key for key in after if before.get(key) != after[key]}
     if not written <= (protection.written_buffers | tree.small_buffers):
         protection.written_buffers |= written

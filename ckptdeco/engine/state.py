@@ -41,6 +41,8 @@ _requires_grad = attrgetter("requires_grad")
 _N_BASE = len(_BASE) - 1  # an entry has one more than the module holds
 _FILLER = "_is_full_backward_hook"
 _children = attrgetter("_modules")
+_hook_tables = attrgetter("_forward_hooks", "_forward_pre_hooks")
+_tensor_tables = attrgetter("_parameters", "_buffers")
 _dict = attrgetter("__dict__")
 _alive = weakref.ref.__call__
 _get: Any = itemgetter.__call__
@@ -49,7 +51,8 @@ _get: Any = itemgetter.__call__
 class ModuleTree:
     """The modules of one layer and where their state is, found once, and again when it changed shape.
 
-    Holds modules weakly: it lives in a register that must not keep a model alive.
+    Holds modules weakly, and none of their dictionaries, in which hooks may lead back to them: it lives in a register
+    that must not keep a model alive.
     """
 
     __slots__ = (
@@ -62,11 +65,9 @@ class ModuleTree:
         "has_buffers",
         "has_large_buffers",
         "has_lazy",
-        "hooks",
         "is_gathered",
         "keys",
         "own_code",
-        "owners",
         "small_buffers",
     )
 
@@ -79,8 +80,6 @@ class ModuleTree:
         self._modules = [weakref.ref(module) for module in modules]
         self.children = _children_of(modules)
         self.child_names = [[*module._modules] for module in modules]
-        # Looked at before and after each call, so it is the dictionaries themselves that are listed.
-        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._size = sum(map(len, map(_dict, modules)))  # attributes were added or removed if it changes
         self.keys = [[key for key in module.__dict__ if key not in _BASE] for module in modules]
         self.getters = [*map(_getter, self.keys)]
@@ -89,12 +88,11 @@ class ModuleTree:
         # Parameters that hooks around forward gather and free again are theirs: not compared, not put back (R13).
         self.is_gathered = self._is_inside_gathering or any(map(is_gathering, modules))
         owned = [] if self.is_gathered else modules
-        self.owners: list[dict[str, Any]] = [d for m in owned for d in (m._parameters, m._buffers)]
         buffers = [tensor for module in owned for tensor in module._buffers.values() if tensor is not None]
         self.has_buffers = bool(buffers)
         # Kernels such as batch_norm write buffers without a trace: small ones are never given to a recompute.
         self.small_buffers: frozenset[BufferKey] = frozenset()
-        self.has_lazy = any(map(is_lazy, _tensors_of(self.owners)))
+        self.has_lazy = any(map(is_lazy, _tensors_of([*chain.from_iterable(map(_tensor_tables, owned))])))
         self.has_large_buffers = not self.has_lazy and sum(map(_n_bytes, buffers)) > _SMALL
         if self.has_lazy:
             self._size = -1  # look again at the next call
@@ -111,15 +109,6 @@ class ModuleTree:
         except AttributeError:  # a child is gone
             pass
         return self._find(root)
-
-    def buffer_values(self) -> dict[BufferKey, int | None]:
-        """Fingerprints of all buffers: kernels (batch_norm) write them without a new version."""
-        return {
-            (id(owner), name): fingerprint(tensor)
-            for owner in self.owners
-            for name, tensor in owner.items()
-            if tensor is not None and not isinstance(tensor, nn.Parameter)
-        }
 
 
 def _getter(keys: list[str]) -> itemgetter[Any]:
@@ -172,8 +161,13 @@ class Snapshot:
 
     def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection) -> None:
         self.modules = modules = tree.modules(root)
-        self.keys, self.getters, self.own_code, self.owners = tree.keys, tree.getters, tree.own_code, tree.owners
-        self.children, self.child_names, self.hooks = tree.children, tree.child_names, tree.hooks
+        self.keys, self.getters, self.own_code = tree.keys, tree.getters, tree.own_code
+        self.children, self.child_names = tree.children, tree.child_names
+        # Looked at before and after the call, so it is the dictionaries themselves that are listed.
+        self.hooks: list[dict[int, Any]] = [*chain.from_iterable(map(_hook_tables, modules))]
+        self.owners: list[dict[str, Any]] = []
+        if not tree.is_gathered:
+            self.owners = [*chain.from_iterable(map(_tensor_tables, modules))]
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
         self.has_iterators = False
         self.has_stray = False  # whether the last recompute left other attributes than those of entry
@@ -195,7 +189,7 @@ class Snapshot:
             small = [v for v in values if type(v) is Tensor and v.grad_fn is None and _n_bytes(v) <= _SMALL]
             if is_changing or small or any(map(leads_to_graph, values)):
                 self._keep_attributes(clone=bool(small) or protection.mutates_attributes)
-        self.entries: list[Tensor | None] = [*_values(tree.owners)]
+        self.entries: list[Tensor | None] = [*_values(self.owners)]
         self.tensors = [tensor for tensor in self.entries if tensor is not None]
         self.is_lazy = tree.has_lazy
         self.versions: list[int] = versions_of(self.tensors)
@@ -218,6 +212,15 @@ class Snapshot:
         self.attributes = list(self.attributes)
         for i in self.own_code:
             self.copies[i] = self.attributes[i] = tuple([keep_value(value, clone) for value in self.attributes[i]])
+
+    def buffer_values(self) -> dict[BufferKey, int | None]:
+        """Fingerprints of all buffers: kernels (batch_norm) write them without a new version."""
+        return {
+            (id(owner), name): fingerprint(tensor)
+            for owner in self.owners
+            for name, tensor in owner.items()
+            if tensor is not None and not isinstance(tensor, nn.Parameter)
+        }
 
     def attribute_change(self) -> str:
         """What the call, which is over, did to attributes: "" for nothing, "replaced", or "changed in place"."""

@@ -117,3 +117,38 @@ def test_model_that_stores_nothing_is_freed(under: Any) -> None:
 @pytest.mark.parametrize("how", ["tensor", "dict", "list"])
 def test_model_that_stores_a_tensor_of_its_graph_is_freed(how: str, under: Any) -> None:
     assert _is_model_freed(how, under())
+
+
+class Watches(Layer):
+    """Gives a method of its own as a hook, to itself, to a module inside or to a weight: it then leads to itself."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.n = 0
+        if where == "weight":
+            self.linear.weight.register_hook(self.watch)
+        else:
+            (self if where == "self" else self.linear).register_forward_hook(self.watch)
+
+    def watch(self, *args: Any) -> None:
+        self.n += 1
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("where", ["self", "inside", "weight"])
+def test_layer_that_is_its_own_hook_is_freed(where: str, under: Any) -> None:
+    layers = nn.ModuleList(Watches(where) for _ in range(3))
+    alive = [weakref.ref(layer) for layer in layers]
+    for _ in range(3):
+        y = torch.randn(4, DIM)
+        with under():
+            for layer in layers:
+                y = layer(y)
+        y.sum().backward()
+    del layers, layer, y
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)

@@ -257,10 +257,10 @@ def test_module_that_was_added_is_found() -> None:
 
 def test_buffer_values_see_a_write_without_a_version() -> None:
     layer = Layer()
-    tree = ModuleTree(layer)
-    before = tree.buffer_values()
+    shot = snapshot(layer)
+    before = shot.buffer_values()
     layer.count.data.add_(1)
-    after = tree.buffer_values()
+    after = shot.buffer_values()
     assert [key[1] for key in after if after[key] != before[key]] == ["count"]
     assert all(name != "weight" for _, name in after)
 
