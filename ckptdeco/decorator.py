@@ -19,6 +19,7 @@ from torch import nn
 
 from ckptdeco import context
 from ckptdeco.context import elsewhere, innermost
+from ckptdeco.engine.layer import suggest_name
 from ckptdeco.engine.torch_private import disable_dynamo, is_inside_torch_checkpoint, is_plain_autograd
 from ckptdeco.errors import PolicyError
 from ckptdeco.placement import call_layer
@@ -138,13 +139,16 @@ class LayerForward(Checkpointable):
     Args:
         layer: the layer.
         wrapped: the forward to decorate: a bound method, or what another library set on the instance.
+        name: the layer's name in the model that was decorated.
     """
 
-    def __init__(self, layer: nn.Module, wrapped: Any) -> None:
+    def __init__(self, layer: nn.Module, wrapped: Any, name: str = "") -> None:
         reference = weakref.ref(layer)
         _FunctionWrapper.__init__(self, wrapped, partial(_at_layer_call, reference))
         self._self_layer = reference
         self._self_name = None
+        self._self_suggested = name
+        suggest_name(layer, name)
 
     def take_off(self, layer: nn.Module) -> None:
         """Give the layer back the forward that it had."""
@@ -157,10 +161,14 @@ class LayerForward(Checkpointable):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         layer: Any = copy.deepcopy(self._self_layer(), memo)
         copied = layer.__dict__.get("forward")  # there, unless the layer is being copied and this for its sake
-        return copied if copied is not None else LayerForward(layer, copy.deepcopy(self.__wrapped__, memo))
+        return (
+            copied
+            if copied is not None
+            else LayerForward(layer, copy.deepcopy(self.__wrapped__, memo), self._self_suggested)
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return LayerForward, (self._self_layer(), self.__wrapped__)
+        return LayerForward, (self._self_layer(), self.__wrapped__, self._self_suggested)
 
 
 def _at_layer_call(

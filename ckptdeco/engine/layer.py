@@ -21,7 +21,7 @@ from ckptdeco.engine.state import BufferKey, ModuleTree, is_gathering
 from ckptdeco.engine.streams import Stream
 from ckptdeco.schedule.actions import Action
 
-__all__ = ["LayerInfo", "Protection", "layer_info"]
+__all__ = ["LayerInfo", "Protection", "layer_info", "suggest_name"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 Site = tuple[int, Action]  # position of a call in its chain, and what the schedule wanted of it
@@ -102,7 +102,7 @@ class LayerInfo:
         self.protections: dict[Hashable, Protection] = {}
         self.last_chain: Any = None  # the chain of the last pass that began here
         self.facts: dict[Hashable, Any] = {}  # what upper layers remember, e.g. whether a policy names this layer
-        self.name = name or _name_in_model(layer) or _own_name(layer, fn)
+        self.name = name or _name_in_model(layer) or _suggested_name(layer) or _own_name(layer, fn)
         self.parameters = _parameters(fn)
         self.label = f"{self.name} ({_where(fn)})"
 
@@ -135,6 +135,12 @@ def _weak(layer: Any) -> Callable[[], Any]:
 
 
 _layers: dict[int, LayerInfo] = {}
+_suggested: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def suggest_name(layer: nn.Module, name: str) -> None:
+    """What to call a layer where it is not called by the forward of a model around it, such as in a loop."""
+    _suggested[layer] = name
 
 
 def layer_info(layer: Any, fn: Callable[..., Any], name: str | None = None) -> LayerInfo:
@@ -155,6 +161,10 @@ def layer_info(layer: Any, fn: Callable[..., Any], name: str | None = None) -> L
 def _forget(key: int, info: LayerInfo) -> None:
     if _layers.get(key) is info:
         del _layers[key]
+
+
+def _suggested_name(layer: Any) -> str | None:
+    return _suggested.get(layer) if isinstance(layer, nn.Module) else None
 
 
 def _own_name(layer: Any, fn: Callable[..., Any]) -> str:

@@ -101,7 +101,7 @@ def decorate(model: nn.Module, layers: LayerSelector | Sequence[LayerSelector] =
         check_not_checkpointed(model, name, layer)
     fresh = [name for name, layer in found.items() if not is_decorated(layer.forward)]
     for name in fresh:
-        found[name].forward = LayerForward(found[name], found[name].forward)
+        found[name].forward = LayerForward(found[name], found[name].forward, name)
     return DecoratedLayers(model, list(found), fresh)
 
 

@@ -353,3 +353,15 @@ def test_model_is_not_kept_alive() -> None:
     assert alive() is None
     with pytest.raises(KeyError):
         layers["layers.0"]
+
+
+def test_layers_that_a_loop_calls_have_their_names_in_the_model() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    ckptdeco.decorate(encoder)
+    for model in (encoder, copy.deepcopy(encoder)):
+        x = torch.ones(2, 5, 8)
+        with ckptdeco.policy(segment=1, only="layers.[01]"):
+            for layer in model.layers:
+                x = layer(x)
+        x.sum().backward()
+        assert [call.name for call in ckptdeco.explain().calls if call.n_recomputed] == ["layers.0", "layers.1"]
