@@ -36,11 +36,7 @@ def judge(program: Program) -> str:
         reason = program.refusals().get(type(error).__name__)
         if reason is not None:
             return f"refused: {reason} ({type(error).__name__})"
-    if (
-        goes_on
-        and (error is None or len(mine.seen) > len(plain.seen))
-        and not isinstance(error, ckptdeco.CheckpointError)
-    ):
+    if goes_on and not isinstance(error, ckptdeco.CheckpointError) and len(mine.seen) >= len(plain.seen):
         return "plain raises"
     if goes_on and isinstance(error, InputModifiedError) and "modified by an inplace operation" in str(plain.error):
         return "plain raises"  # the same complaint, in a later step
