@@ -32,15 +32,16 @@ class Entry:
         n_seen: decorated calls seen.
         n_matched: those of them that `only=` and `skip=` let through.
         names: up to five names of layers seen.
-        unmatched_backward: set by who finds out in backward that nothing matched.
+        unmatched_backward: set by who finds out in backward that nothing matched so far.
+        n_unmatched: passes that were over, as far as can be told, without a match.
         is_inside: whether it only tells decorated calls inside a decorated call that `save=` may mean them.
         outer: for decorated calls inside a decorated call, the entry of the policy around it, which counts for both.
         thread: the thread that entered it.
     """
 
     __slots__ = (
-        "alive", "is_inside", "is_on", "n_matched", "n_seen", "names", "outer", "parent", "policy", "thread",
-        "unmatched_backward",
+        "alive", "is_inside", "is_on", "n_matched", "n_seen", "n_unmatched", "names", "outer", "parent", "policy",
+        "thread", "unmatched_backward",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +55,7 @@ class Entry:
         self.n_matched = 0
         self.names: tuple[str, ...] = ()
         self.unmatched_backward = False
+        self.n_unmatched = 0
         self.thread = 0
         self.outer = outer
         self.is_inside = is_inside

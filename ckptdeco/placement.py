@@ -69,7 +69,7 @@ def call_layer(
         upstream.position = -1
     body: Any = context.Within(rerunnable(wrapped), _entry_inside(entry))
     if not is_matched:
-        return _run_unmatched(entry.counting, body, inputs, chain, upstream)
+        return _run_unmatched(entry.counting, info, body, inputs, chain, upstream)
     state: _ChainState = chain.context
     position = upstream.position + 1
     chain.length = max(chain.length, position + 1)
@@ -179,10 +179,16 @@ def _stamp(result: Any, chain: Chain, position: int) -> list[Any]:
     return stamp_outputs(tensors_in(result), None, chain, position, running.frame)
 
 
-def _run_unmatched(entry: context.Entry, body: context.Within, inputs: Inputs, chain: Chain, upstream: Upstream) -> Any:
+def _run_unmatched(
+    entry: context.Entry, info: LayerInfo, body: context.Within, inputs: Inputs, chain: Chain, upstream: Upstream
+) -> Any:
     """Run a layer that `only=` or `skip=` leaves out; chains go on through it."""
-    if entry.unmatched_backward and not entry.n_matched:
-        entry.policy._check_matched(entry)
+    if entry.unmatched_backward and not entry.n_matched and info.name == entry.names[0]:
+        # The first layer again, after a backward. Once may be a backward in the midst of forward, of a shared layer.
+        entry.unmatched_backward = False
+        entry.n_unmatched += 1
+        if entry.n_unmatched > 1:
+            entry.policy._check_matched(entry)
     result = run_in_window(body, inputs.args, inputs.kwargs)
     _stamp(result, chain, upstream.position)
     if not entry.n_matched:  # find out when the pass is over: its backward has begun

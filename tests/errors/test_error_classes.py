@@ -172,6 +172,30 @@ def test_selection_that_matches_nothing(option: str) -> None:
     assert caught.value.argument == option
 
 
+def test_selection_that_matches_after_a_backward_in_the_midst_of_forward() -> None:
+    from ckptdeco import policy
+
+    model, x = stack(4), batch().requires_grad_()
+    with policy(segment=1, only=lambda layer: layer is model.layers[3]):
+        y = model.layers[0](x)
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        for layer in (model.layers[0], model.layers[1], model.layers[3]):
+            y = layer(y)
+    (y.sum() + grad.sum()).backward()
+
+
+def test_selection_that_matches_nothing_is_told_before_a_long_training_is_over() -> None:
+    from ckptdeco import policy
+    from ckptdeco.errors import PolicyError
+
+    model, n_done = stack(3), 0
+    with pytest.raises(PolicyError, match="none of the"), policy(segment=1, only="nothing"):  # noqa: PT012
+        for _ in range(10):
+            model(batch()).sum().backward()
+            n_done += 1
+    assert n_done == 2
+
+
 def test_selection_that_matches_recomputes_only_the_selected() -> None:
     model = stack(4)
     for options, times in (
