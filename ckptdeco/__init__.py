@@ -9,6 +9,7 @@ from ckptdeco.decorator import checkpointable
 from ckptdeco.dropin import checkpoint
 from ckptdeco.engine.running import is_recomputing
 from ckptdeco.errors import (
+    BudgetError,
     CheckpointError,
     GroupOverlapError,
     InputModifiedError,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "BudgetError",
     "CheckpointError",
     "DecoratedLayers",
     "Explanation",

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "GroupOverlapError",
     "InputModifiedError",
@@ -69,6 +70,31 @@ class PolicyError(CheckpointError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.argument}={self.value!r}: {self.problem}\n  Fix: {self.fix}"
+
+
+class BudgetError(CheckpointError, ValueError):
+    """No schedule fits into the budget.
+
+    Args:
+        budget_bytes: what was asked for.
+        least_bytes: the least with which a schedule was found.
+        parts: what these are made of, name and bytes.
+    """
+
+    def __init__(self, budget_bytes: int, least_bytes: int, parts: tuple[tuple[str, int], ...]) -> None:
+        super().__init__(budget_bytes, least_bytes, parts)
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.parts = parts
+
+    def __str__(self) -> str:
+        lines = [
+            f"a budget of {self.budget_bytes:,} bytes cannot be met; the least that was found to fit is "
+            f"{self.least_bytes:,} bytes:",
+            *(f"  {n_bytes:>{len(f'{self.least_bytes:,}')},}  {name}" for name, n_bytes in self.parts),
+            f"  Fix: budget={self.least_bytes}, or fewer samples in a batch",
+        ]
+        return "\n".join(lines)
 
 
 class RecomputeError(CheckpointError):

@@ -21,7 +21,7 @@ _BELOW_TOP = _BELOW_DECORATOR | {"decorator", "dropin", "placement", "__init__"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "extras": set(),
-    "schedule": set(),
+    "schedule": {"extras"},
     "engine": {"schedule.actions"},
     "context": {"schedule"},
     "matching": set(),

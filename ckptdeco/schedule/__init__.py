@@ -3,7 +3,7 @@
 Invariant: a schedule is a pure function of positions. It answers two questions (what happens to a call at
 forward, how a call is recomputed at backward) and has no state, so it may be shared by threads and passes.
 Start at `actions.Schedule`, then `classic.Segments`; `simulator.simulate` runs any schedule and predicts its
-peak memory and time.
+peak memory and time, and `optimal.Planner` finds the fastest for a number of bytes.
 """
 
 from ckptdeco.schedule.actions import Action, Dropped, Event, Freed, Kept, Recomputed, Schedule
@@ -17,7 +17,9 @@ from ckptdeco.schedule.classic import (
     TwoLevel,
     sqrt_segment,
 )
-from ckptdeco.schedule.simulator import Layer, Simulation, best_segment, simulate
+from ckptdeco.schedule.optimal import Plan, Planner
+from ckptdeco.schedule.planned import Planned, Walk
+from ckptdeco.schedule.simulator import Layer, Option, Simulation, best_segment, simulate
 
 __all__ = [
     "Action",
@@ -29,6 +31,10 @@ __all__ = [
     "Freed",
     "Kept",
     "Layer",
+    "Option",
+    "Plan",
+    "Planned",
+    "Planner",
     "Recomputed",
     "Schedule",
     "Segments",
@@ -36,6 +42,7 @@ __all__ = [
     "StoreAll",
     "StoreLast",
     "TwoLevel",
+    "Walk",
     "best_segment",
     "resolve",
     "simulate",

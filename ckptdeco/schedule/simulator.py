@@ -18,6 +18,36 @@ _SIZES = ("input_bytes", "saved_bytes", "forward_temp_bytes", "backward_temp_byt
 _TIMES = ("forward_s", "backward_s", "skipped_s")
 
 
+def _require_costs(costs: Layer | Option, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(costs, name) < 0:
+            raise PolicyError(name, getattr(costs, name), "cannot be negative", "measure the layer again")
+    if costs.skipped_s > costs.forward_s:
+        raise PolicyError("skipped_s", costs.skipped_s, "cannot be more than forward_s", "measure the layer again")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to drop a layer call that keeps some of its results, so that a recompute costs less (`save=`).
+
+    Args:
+        name: what the user calls it.
+        kept_bytes: what stays from forward to the call's backward, its input not included.
+        forward_s: seconds of the forward when it is run again.
+        skipped_s: what early stop saves of these when the call is the last of a recompute.
+        shared_bytes: the part of `kept_bytes` that is among the saved tensors and so free while these are there.
+    """
+
+    name: str
+    kept_bytes: int
+    forward_s: float
+    skipped_s: float = 0.0
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _require_costs(self, ("kept_bytes", "forward_s", "skipped_s", "shared_bytes"))
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """What one layer call costs.
@@ -32,6 +62,7 @@ class Layer:
         backward_temp_bytes: live during backward beyond saved tensors and the two gradients.
         skipped_s: what early stop saves when this call is the last of a recompute; if any, its output is not made.
         input_saved: whether the input is itself one of the saved tensors, so that a boundary costs no more.
+        menu: ways to drop it that keep some results.
     """
 
     forward_s: float
@@ -43,11 +74,11 @@ class Layer:
     backward_temp_bytes: int = 0
     skipped_s: float = 0.0
     input_saved: bool = True
+    menu: tuple[Option, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, *_TIMES) if self.output_bytes is None else (*_SIZES, *_TIMES, "output_bytes"):
-            if getattr(self, name) < 0:
-                raise PolicyError(name, getattr(self, name), "cannot be negative", "measure the layer again")
+        names = (*_SIZES, *_TIMES)
+        _require_costs(self, names if self.output_bytes is None else (*names, "output_bytes"))
 
     @property
     def extra_bytes(self) -> int:
@@ -66,6 +97,8 @@ class Simulation:
 
     `kept_bytes` is what is held when forward has ended, without the last output; `timeline` has the most live bytes
     of each step, in order, such as `("forward 0", 96)`, `("turn", 128)`, `("recompute 3", 160)`, `("backward 3", 192)`.
+    `peak_step` is the first of them with the peak, `peak_held_bytes` what is kept for calls then: boundaries, saved
+    tensors and results.
     """
 
     peak_bytes: int
@@ -74,6 +107,8 @@ class Simulation:
     events: tuple[Event, ...]
     timeline: tuple[tuple[str, int], ...]
     kept_bytes: int
+    peak_step: str
+    peak_held_bytes: int
 
 
 class _OverLimit(Exception):
@@ -84,8 +119,9 @@ class _Pass:
     """One forward and backward over a chain; `held` is what is kept for calls, apart from what merely runs."""
 
     __slots__ = (
-        "chain", "elapsed_s", "events", "extra", "held", "inputs", "is_kept", "is_saved", "limit", "n_forwards",
-        "outputs", "peak", "record", "schedule", "shares", "timeline",
+        "chain", "choose", "elapsed_s", "events", "extra", "held", "inputs", "is_kept", "is_saved", "limit",
+        "n_forwards", "options", "outputs", "peak", "peak_held", "peak_step", "record", "schedule", "shares",
+        "timeline",
     )  # fmt: skip
 
     def __init__(self, chain: Sequence[Layer], schedule: Schedule, record: bool, limit: float) -> None:
@@ -101,7 +137,10 @@ class _Pass:
         self.is_saved = [False] * n_layers
         self.is_kept = [False] * n_layers
         self.n_forwards = [0] * n_layers
-        self.held = self.peak = 0
+        self.choose: Callable[[int], Option | None] = getattr(schedule, "option", lambda position: None)
+        self.options: list[Option | None] = [None] * n_layers
+        self.held = self.peak = self.peak_held = 0
+        self.peak_step = ("", -1)
         self.elapsed_s = 0.0
         self.events: list[Event] = []
         self.timeline: list[tuple[str, int]] = []
@@ -109,11 +148,15 @@ class _Pass:
     def held_for(self, call: int) -> int:
         saved, kept = self.is_saved[call], self.is_kept[call]
         has_input = kept or (saved and self.shares[call])
-        return (self.extra[call] if saved else 0) + (self.inputs[call] if has_input else 0)
+        n_bytes = (self.extra[call] if saved else 0) + (self.inputs[call] if has_input else 0)
+        option = self.options[call]
+        if option is not None:
+            n_bytes += option.kept_bytes - (option.shared_bytes if saved else 0)
+        return n_bytes
 
     def step(self, what: str, call: int, live: int) -> None:
         if live > self.peak:
-            self.peak = live
+            self.peak, self.peak_held, self.peak_step = live, self.held, (what, call)
             if live > self.limit:
                 raise _OverLimit
         if self.record:
@@ -124,6 +167,10 @@ class _Pass:
         before = self.held_for(call)
         self.is_saved[call] |= saved
         self.is_kept[call] |= kept
+        self.note(call, before)
+
+    def note(self, call: int, before: int) -> None:
+        """The call holds more, or as much, as `before`."""
         grown = self.held_for(call) - before
         self.held += grown
         if self.record and grown:
@@ -138,13 +185,19 @@ class _Pass:
             follows_stored = action is SAVE
             # every call is a probe (R19): its saved tensors are held until it returns
             running = self.inputs[call] + self.extra[call] + layer.forward_temp_bytes + self.outputs[call]
+            option = None if action is SAVE else self.choose(call)
+            if option is not None:
+                running += option.kept_bytes - option.shared_bytes
             self.step("forward", call, self.held + running)
             self.elapsed_s += layer.forward_s
             self.n_forwards[call] += 1
             if self.record and action is not SAVE:
                 is_input_lost = action is DROP and self.shares[call]
                 self.events.append(Dropped(call, layer.saved_bytes if is_input_lost else self.extra[call]))
-            self.hold(call, saved=action is SAVE, kept=action is DROP_KEEP)
+            before = self.held_for(call)
+            self.options[call] = option
+            self.is_saved[call], self.is_kept[call] = action is SAVE, action is DROP_KEEP
+            self.note(call, before)
 
     def recompute(self, target: int, gradient: int) -> None:
         first = target
@@ -158,14 +211,15 @@ class _Pass:
             )
         for call, action in enumerate(actions, first):
             layer = self.chain[call]
-            is_stopped = call == target and layer.skipped_s > 0
+            costs = self.options[call] or layer
+            is_stopped = call == target and costs.skipped_s > 0
             if self.record:
                 self.events.append(Recomputed(call))
             self.hold(call, saved=action is SAVE, kept=action is DROP_KEEP)
             has_input = self.is_kept[call] or (self.is_saved[call] and self.shares[call])
             running = layer.forward_temp_bytes + (0 if has_input else self.inputs[call])
             self.step("recompute", call, self.held + gradient + running + (0 if is_stopped else self.outputs[call]))
-            self.elapsed_s += layer.forward_s - (layer.skipped_s if call == target else 0.0)
+            self.elapsed_s += costs.forward_s - (costs.skipped_s if call == target else 0.0)
             self.n_forwards[call] += 1
 
     def backward(self) -> None:
@@ -181,6 +235,7 @@ class _Pass:
             freed = self.held_for(call)
             self.held -= freed
             self.is_saved[call] = self.is_kept[call] = False
+            self.options[call] = None
             if self.record and freed:
                 self.events.append(Freed(call, freed))
             gradient = self.inputs[call]
@@ -191,7 +246,8 @@ def simulate(chain: Sequence[Layer], schedule: Schedule, *, head_bytes: int = 0)
 
     Args:
         chain: the layer calls, in order of forward.
-        schedule: what is kept and recomputed.
+        schedule: what is kept and recomputed; its method `option(position)`, if it has one, says which `Option` of its
+            menu a dropped call is dropped by, or None.
         head_bytes: what head and loss hold between forward and the last layer's backward.
 
     Returns:
@@ -216,9 +272,11 @@ def simulate(chain: Sequence[Layer], schedule: Schedule, *, head_bytes: int = 0)
     kept_bytes = run.held
     run.step("turn", -1, run.held + run.outputs[-1] + head_bytes)
     run.backward()
+    what, call = run.peak_step
     return Simulation(
-        run.peak, run.elapsed_s, tuple(run.n_forwards), tuple(run.events), tuple(run.timeline), kept_bytes
-    )
+        run.peak, run.elapsed_s, tuple(run.n_forwards), tuple(run.events), tuple(run.timeline), kept_bytes,
+        what if call < 0 else f"{what} {call}", run.peak_held,
+    )  # fmt: skip
 
 
 def best_segment(chain: Sequence[Layer], schedule: Callable[[int], Schedule] = Segments) -> int:

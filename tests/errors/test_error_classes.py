@@ -30,6 +30,13 @@ def examples() -> dict[str, tuple[Exception, str]]:
             errors.PolicyError("segment", 0, "must be at least 1", "segment=1"),
             "segment=0: must be at least 1\n  Fix: segment=1",
         ),
+        "BudgetError": (
+            errors.BudgetError(1000, 1234, (("outside the layers", 1000), ("kept for layer calls", 234))),
+            "a budget of 1,000 bytes cannot be met; the least that was found to fit is 1,234 bytes:\n"
+            "  1,000  outside the layers\n"
+            "    234  kept for layer calls\n"
+            "  Fix: budget=1234, or fewer samples in a batch",
+        ),
         "RecomputeError": (
             errors.RecomputeError(LABEL, "went wrong", "mend it"),
             f"recomputing {LABEL} went wrong\n  Fix: mend it",
