@@ -105,3 +105,53 @@ class Gpt(nn.Module):
         """Head and loss on what the last layer returned."""
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions around a skip connection; halves height and width with ``stride=2``."""
+
+    def __init__(self, n_in: int, width: int, stride: int = 1, *, is_normed: bool = True) -> None:
+        super().__init__()
+        n_out = 4 * width
+
+        def convolution(n_from: int, n_to: int, kernel: int = 1, stride: int = 1) -> nn.Sequential:
+            norm = nn.BatchNorm2d(n_to) if is_normed else nn.Identity()
+            return nn.Sequential(nn.Conv2d(n_from, n_to, kernel, stride, kernel // 2, bias=not is_normed), norm)
+
+        self.reduce = convolution(n_in, width)
+        self.middle = convolution(width, width, 3, stride)
+        self.expand = convolution(width, n_out)
+        self.skip = convolution(n_in, n_out, 1, stride) if stride > 1 or n_in != n_out else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer; x has shape [batch, channels, height, width]."""
+        y = F.relu(self.middle(F.relu(self.reduce(x))))
+        return F.relu(self.expand(y) + self.skip(x))
+
+
+class ConvNet(nn.Module):
+    """A residual net over small pictures: unequal layers, large at the front."""
+
+    def __init__(
+        self,
+        block: type[Bottleneck] = Bottleneck,
+        *,
+        widths: tuple[int, ...] = (32, 64, 128),
+        n_blocks: int = 4,
+        is_normed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        layers: list[nn.Module] = []
+        n_in = 32
+        for width in widths:
+            for i in range(n_blocks):
+                layers.append(block(n_in, width, 2 if layers and i == 0 else 1, is_normed=is_normed))
+                n_in = 4 * width
+        self.chain = Chain(layers)
+        self.head = nn.Linear(n_in, 10)
+
+    def forward(self, pictures: torch.Tensor, classes: torch.Tensor, call: Call = plain_call) -> torch.Tensor:
+        """The mean cross entropy; pictures have shape [batch, 3, height, width]."""
+        x = self.chain(self.stem(pictures), call)
+        return F.cross_entropy(self.head(x.mean((2, 3))), classes)

@@ -25,6 +25,8 @@ from ckptdeco.errors import (
 )
 from ckptdeco.integrations.modules import DecoratedLayers, decorate, undecorate
 from ckptdeco.planning.explain import Explanation, explain
+from ckptdeco.planning.measure import measure
+from ckptdeco.planning.measurement import Measurement
 from ckptdeco.policy import Policy, Site, policy
 from ckptdeco.save import any_of, checkpoint_name
 from ckptdeco.schedule.actions import Action
@@ -39,6 +41,7 @@ __all__ = [
     "Explanation",
     "GroupOverlapError",
     "InputModifiedError",
+    "Measurement",
     "ModifiedTensorError",
     "ParameterModifiedError",
     "Policy",
@@ -57,6 +60,7 @@ __all__ = [
     "decorate",
     "explain",
     "is_recomputing",
+    "measure",
     "policy",
     "undecorate",
 ]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ckptdeco.engine import ambient, recompute, rng
+from ckptdeco.engine import ambient, observe, recompute, rng
 from ckptdeco.engine.attributes import keep_value, signature, versions_of
 from ckptdeco.engine.changes import copy_unsaved, learn_changes
 from ckptdeco.engine.collect import Waiting
@@ -225,9 +225,12 @@ def run(
     objects = _watch_objects(call, inputs, is_due) if inputs.has_others else []
     probe = Probe()
     # With "values" the calls in between are compared, too, but need not be read twice in forward.
-    pack = probe.pack_checked if is_first else probe.pack
+    pack: Callable[[Tensor], Any] = probe.pack_checked if is_first else probe.pack
     call.is_checked = check
     listener = listen(call.snapshots, probe, is_due, protection.hooks_take_part)
+    observer = observe.observer
+    if observer is not None:
+        pack = observer.begins(call, chain, tensors, pack)
     try:
         window.open()
         running.frame = Frame(call.decisions, again=False, collector=probe)
@@ -239,6 +242,8 @@ def run(
                 result = body(*inputs.args, **inputs.kwargs)
         pop_hooks(pack)
         running.frame = frame
+        if observer is not None:
+            observer.body_ended(call, result)
         if listener is not None:
             call.hooks = listener.finish()
             protection.hooks_take_part |= listener.took_part
@@ -282,6 +287,8 @@ def run(
                 for stamp in stamps:
                     stamp.values = call.outputs[stamp.index]
         protection.n_calls += 1
+        if observer is not None:
+            observer.is_over(call)
     except BaseException as error:  # not `finally`: see undo.py
         running.frame = frame
         window.close()

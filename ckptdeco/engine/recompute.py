@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ckptdeco.engine import pending, rng
+from ckptdeco.engine import observe, pending, rng
 from ckptdeco.engine.collect import Waiting, tensor_mismatch
 from ckptdeco.engine.exclusive import one_at_a_time
 from ckptdeco.engine.groups import check_overlap, is_group, pass_id
@@ -86,6 +86,9 @@ def _recompute(target: Call, task: int) -> Waiting:
     """Run the calls from the nearest kept inputs to `target`; returns what waits for `target`."""
     pending.drop_leftover()
     target.record.log.is_over = True
+    observer = observe.observer
+    if observer is not None:
+        observer.recompute_begins(target)
     values: _Values = {}
     order = _walk(target, task, values) if target.has_references else [target]
     if target.devices:
@@ -100,6 +103,8 @@ def _recompute(target: Call, task: int) -> Waiting:
         for call in order:
             call.waiting.pop(task, None)
             call.rebuilt.pop(task, None)
+    if observer is not None:
+        observer.recompute_ended(target)
     return result
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptdeco.context import elsewhere
 from ckptdeco.engine.passes import last_log
+from ckptdeco.planning.text import size_text
 from ckptdeco.schedule.actions import Action
 
 __all__ = ["CallReport", "Explanation", "explain"]
@@ -37,7 +38,7 @@ class CallReport:
     def row(self, width: int) -> str:
         """One line of the table, with `width` characters for the name."""
         is_stored = self.action is Action.SAVE
-        kept, dropped = ("all", "-") if is_stored else (_size(self.kept_bytes), _size(self.dropped_bytes))
+        kept, dropped = ("all", "-") if is_stored else (size_text(self.kept_bytes), size_text(self.dropped_bytes))
         line = (
             f"{self.name:{width}}  {self.position:3d}  {self.action.name:9}  {kept:9}  {dropped:9}  {self.n_recomputed}"
         )
@@ -82,7 +83,7 @@ class Explanation:
             )
         width = max(len("layer"), *[len(call.name) for call in self.calls])
         n_stored = sum(call.action is Action.SAVE for call in self.calls)
-        total = f"inputs kept {_size(self.kept_bytes)}, saved tensors dropped {_size(self.dropped_bytes)}"
+        total = f"inputs kept {size_text(self.kept_bytes)}, saved tensors dropped {size_text(self.dropped_bytes)}"
         if n_stored:
             total += f", {n_stored} calls stored whole"
         rows = [call.row(width) for call in self.calls]
@@ -133,11 +134,3 @@ def _report(record: Any) -> CallReport:
     return CallReport(
         record.name, record.position, record.action, record.kept_bytes, record.dropped_bytes, record.n_recomputed, why
     )
-
-
-def _size(n_bytes: int) -> str:
-    if n_bytes < 1 << 10:
-        return f"{n_bytes} B"
-    if n_bytes < 1 << 20:
-        return f"{n_bytes / (1 << 10):.1f} KiB"
-    return f"{n_bytes / (1 << 20):.1f} MiB"

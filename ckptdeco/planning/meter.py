@@ -99,6 +99,7 @@ class ActivationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Keyed by id: a storage's Python object lives as long as the storage does, also when only C++ holds it.
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._calls: Counter[Any] = Counter()
+        self._gradients: set[int] = set()
         self._n_operators = 0
         self._n_serials = 0
         self._start_s = 0.0
@@ -107,6 +108,22 @@ class ActivationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the current point as ``name``, for example the turn from forward to backward."""
         self._record(-1, 0)
         self._marks[name] = len(self._events)
+
+    @property
+    def n_points(self) -> int:
+        """Points of the timeline so far."""
+        return len(self._events)
+
+    def serial(self, storage: torch.UntypedStorage) -> int:
+        """Number of a storage among those that operators made while the meter was entered; -1 for others."""
+        known = self._known.get(id(storage))
+        return -1 if known is None else known[1]
+
+    def leave_out(self, gradient: torch.Tensor) -> None:
+        """Leave a parameter's gradient out of the count although it may be gone at exit."""
+        known = self._known.get(id(gradient.untyped_storage())) if gradient.layout is torch.strided else None
+        if known is not None:
+            self._gradients.add(known[1])
 
     def __enter__(self) -> ActivationMeter:
         self._start_s = time.perf_counter()
@@ -168,7 +185,7 @@ class ActivationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known[key][1]
             for key in (id(p.grad.untyped_storage()) for p in self._parameters if p.grad is not None)
             if key in self._known
-        }
+        } | self._gradients
         live_bytes = 0
         timeline = []
         for event in self._events:
