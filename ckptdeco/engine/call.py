@@ -353,9 +353,10 @@ def _has_parametrised_weights(call: Call) -> bool:
 
 
 def _own_buffers(call: Call, trees: list[tuple[ModuleTree, nn.Module]]) -> set[int]:
-    """Ids of the buffers that the modules hold now."""
+    """Ids of the buffers that the modules hold now, and of the plain tensors that they held."""
     found: set[int] = set()
     for (tree, _), snapshot in zip(trees, call.snapshots, strict=True):
+        found |= snapshot.own_tensors
         if tree.has_buffers:
             found.update([id(tensor) for owner in snapshot.owners for tensor in owner.values()])
     return found

@@ -73,11 +73,14 @@ class _Rewinds:
 
 
 rewinds = _Rewinds()
+_IDLE = frozenset({"tqdm._monitor"})  # wakes up now and then to refresh progress bars
 
 
 def has_other_threads() -> bool:
-    """Whether the program has started further threads of Python's."""
-    return threading.active_count() > 1
+    """Whether the program has started further threads of Python's that may draw numbers."""
+    if threading.active_count() <= 1:
+        return False
+    return sum([type(thread).__module__ not in _IDLE for thread in threading.enumerate()]) > 1
 
 
 def disturbed(label: str) -> RecomputeError:

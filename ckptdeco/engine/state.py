@@ -51,8 +51,7 @@ _get: Any = itemgetter.__call__
 class ModuleTree:
     """The modules of one layer and where their state is, found once, and again when it changed shape.
 
-    Holds modules weakly, and none of their dictionaries, in which hooks may lead back to them: it lives in a register
-    that must not keep a model alive.
+    Holds modules weakly, and none of their dictionaries, in which hooks may lead back to them: it lives in a register.
     """
 
     __slots__ = (
@@ -156,7 +155,7 @@ class Snapshot:
     __slots__ = (
         "addresses", "attributes", "child_names", "children", "clones", "copies", "entries", "flags", "generators",
         "getters", "has_iterators", "has_stray", "hooks", "is_lazy", "keys", "modules", "originals", "own_code",
-        "owners", "signatures", "tensors", "versions",
+        "own_tensors", "owners", "signatures", "tensors", "versions",
     )  # fmt: skip
 
     def __init__(self, tree: ModuleTree, root: nn.Module, protection: Protection) -> None:
@@ -165,9 +164,8 @@ class Snapshot:
         self.children, self.child_names = tree.children, tree.child_names
         # Looked at before and after the call, so it is the dictionaries themselves that are listed.
         self.hooks: list[dict[int, Any]] = [*chain.from_iterable(map(_hook_tables, modules))]
-        self.owners: list[dict[str, Any]] = []
-        if not tree.is_gathered:
-            self.owners = [*chain.from_iterable(map(_tensor_tables, modules))]
+        owned = [] if tree.is_gathered else modules
+        self.owners: list[dict[str, Any]] = [*chain.from_iterable(map(_tensor_tables, owned))]
         self.attributes: list[tuple[Any, ...]] = [*map(_get, tree.getters, map(_dict, modules))]
         self.has_iterators = False
         self.has_stray = False  # whether the last recompute left other attributes than those of entry
@@ -176,6 +174,7 @@ class Snapshot:
         self.signatures: list[Any] | None = None
         self.originals = self.attributes  # while the call runs
         self.copies: dict[int, tuple[Any, ...]] = {}
+        self.own_tensors: set[int] = set()  # ids of plain tensors among the attributes
         for i in tree.own_code:
             if not ATOMS.issuperset(map(type, self.attributes[i])):
                 has_unusual_attributes = True
@@ -183,6 +182,7 @@ class Snapshot:
             self.signatures = self._signatures()
             is_changing = protection.replaces_attributes or protection.mutates_attributes
             values = [value for i in tree.own_code for value in self.attributes[i]]
+            self.own_tensors = {id(v) for v in values if type(v) is Tensor and v.grad_fn is None}
             self.generators = streams_in([v for v in values if isinstance(v, (torch.Generator, list, dict))])
             self.has_iterators = any(isinstance(value, Iterator) for value in values)
             # Kernels write plain tensors without a trace, as they do buffers: small ones are cloned.

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from tests.support.flights import all_flights, state_of
 from tests.support.layers import DIM, Layer, Stack, batch
-from tests.support.oracle import total
+from tests.support.oracle import assert_same, total
 from tests.support.subject import checkpointable
 
 
@@ -280,6 +280,32 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: Sequences(nn.LSTM(DIM, DIM, num_layers=2, dropout=0.3)),
     "embedding with max_norm": MaxNorm,
 }
+
+
+class KeepsStatistics(Layer):
+    """Running statistics that are plain tensors: a kernel writes them, and counts no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.mean, self.var = torch.zeros(DIM), torch.ones(DIM)
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        return x + nn.functional.batch_norm(h, self.mean, self.var, training=self.training, momentum=0.3)
+
+
+def test_statistics_written_after_a_call_that_only_read_them(under: Any) -> None:
+    """Autograd saved the tensors themselves, and backward reads what is in them by then."""
+
+    def step(model: Any, inputs: Any, context: Any) -> Any:
+        with context():
+            out = model.eval()(model.train()(model.eval()(*inputs)))
+        total(out).backward()
+        return out
+
+    assert_same(lambda: Stack([KeepsStatistics()]), step, lambda: (batch(),), under, steps=4)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -84,3 +84,17 @@ def test_other_threads_are_seen() -> None:
     seen: list[bool] = []
     elsewhere(lambda: seen.append(has_other_threads()))
     assert seen == [True]
+
+
+def test_the_thread_that_refreshes_progress_bars_draws_nothing() -> None:
+    class Monitor(threading.Thread):
+        __module__ = "tqdm._monitor"
+
+    for kind, expected in ((Monitor, False), (threading.Thread, True)):
+        stop = threading.Event()
+        thread = kind(target=stop.wait, daemon=True)
+        before = has_other_threads()
+        thread.start()
+        assert has_other_threads() == (before or expected)
+        stop.set()
+        thread.join()
