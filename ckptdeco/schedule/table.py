@@ -196,10 +196,6 @@ class Stretches:
             return None, self.width
         right, left = self._right(i, last), self._left(i, last)
         firsts = np.maximum(self.first_walk[right] + taken, self.first_node[left])
-        needs = None
-        if self.pins[last + 1] > self.pins[i] or self._most_needed(i, last) > max(lowest, int(firsts.min())):
-            needs = np.maximum(self._needs(i, last), taken)
-            firsts = np.maximum(firsts, needs)
         lowest = max(lowest, int(firsts.min()))
         if lowest >= full:
             return None, self.width
@@ -207,33 +203,28 @@ class Stretches:
             walks = self.walks[right, lowest - taken : full - taken]
         else:
             right = np.arange(right.start, right.stop) if isinstance(right, slice) else right
-            walks = self.walks[right[:, None], np.maximum(np.arange(lowest, full) - taken[:, None], 0)]
+            walks = self._at(right[:, None], np.arange(lowest, full) - taken[:, None])
         sums = np.add(walks, self.nodes[left, lowest:full], out=self.buffer[: last - i, lowest:full])
-        if needs is not None:
-            for split in np.flatnonzero(needs > lowest):
-                sums[split, : needs[split] - lowest] = np.inf
         return sums.min(axis=0), lowest
 
+    def _at(self, walk: Any, entries: Any) -> Any:
+        """Walks at these entries, where less than no memory is infeasible."""
+        return self.np.where(entries < 0, self.np.float32("inf"), self.walks[walk, self.np.maximum(entries, 0)])
+
     def _kept(self, i: int, last: int) -> tuple[Any, int]:
-        """What (b) takes, in slots, for each j if calls hold results, and the first entry that may be feasible."""
+        """What (b) takes, in slots, for each j if calls hold results, and the entry that it needs at least.
+
+        Whatever j is, all calls before the last run on the walk, with the input of i kept and the gradient waiting.
+        """
         call, grid = self.calls[i], self.grid
         pinned = self.pins[last + 1] - self.pins[i]
+        most_run = max(call.forward_temp_bytes + call.output_bytes, int(self.most_run[i][last - i - 1]))
         taken = int(grid.taken(call.input_bytes))
-        lowest = max(taken, grid.entry(pinned + self.calls[last].gradient_bytes + call.run_bytes))
+        need = call.input_bytes + pinned + self.calls[last].gradient_bytes + most_run
+        lowest = max(taken, grid.entry(need))
         if pinned:
             return grid.taken(self.np.array(self.pins[i + 1 : last + 1]) - self.pins[i] + call.input_bytes), lowest
         return taken, lowest
-
-    def _held_on_the_way(self, i: int, last: int) -> int:
-        return self.calls[i].input_bytes + self.pins[last + 1] - self.pins[i] + self.calls[last].gradient_bytes
-
-    def _needs(self, i: int, last: int) -> Any:
-        """The entry that running i+1…j−1 needs, for each j of (b)."""
-        return self.grid.entries(self.most_run[i][: last - i] + self._held_on_the_way(i, last))
-
-    def _most_needed(self, i: int, last: int) -> int:
-        """The largest of them."""
-        return self.grid.entry(int(self.most_run[i][last - i - 1]) + self._held_on_the_way(i, last))
 
     def node(self, i: int, entries: Any) -> Any:
         """Of the stretches from i to each l, the seconds with these entries."""
@@ -251,8 +242,7 @@ class Stretches:
         if entry < lowest:
             return i
         right, left = self.walk_ids[i + 1 : last + 1, last], self.node_ids[i, i:last]
-        sums = self.walks[right, np.maximum(entry - taken, 0)] + self.nodes[left, entry]
-        sums[np.maximum(self._needs(i, last), taken) > entry] = np.inf
+        sums = self._at(right, entry - taken) + self.nodes[left, entry]
         best = int(sums.argmin())
         return i if row[entry] <= sums[best] else i + 1 + best
 

@@ -106,6 +106,28 @@ def test_peak_is_the_simulated_one(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.35, 0.25, 0.2])
+def test_plan_for_a_budget_has_the_predicted_peak(share: float) -> None:
+    """The two questions are enough to run a tree of nested recomputes."""
+    from ckptdeco import Action, Policy, Site
+    from ckptdeco.schedule import Planner
+
+    planner = Planner([measured_layer()] * LAYERS)
+    plan = planner.fastest(int(planner.plain.peak_bytes * share))
+
+    class Following(Policy):
+        def at_forward(self, site: Site) -> Action:
+            return plan.schedule.forward(site.position)
+
+        def at_backward(self, first: int, target: int) -> Any:  # type: ignore[override]
+            return plan.schedule.backward(first, target)
+
+    measured = step_peak(make_chain(LAYERS), make_batch(), Following())
+    assert abs(measured - plan.peak_bytes) <= 0.05 * plan.peak_bytes, (
+        f"measured {measured / BOUNDARY:.2f} boundaries, predicted {plan.peak_bytes / BOUNDARY:.2f}"
+    )
+
+
 @pytest.mark.parametrize("make", [Block, TanhLayer])
 def test_never_above_torch_per_layer(make: Any) -> None:
     model, x = make_chain(LAYERS, make), make_batch()

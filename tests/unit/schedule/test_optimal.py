@@ -49,9 +49,9 @@ def layers(scale=1, menus=True):
         forward_s=st.integers(1, 9).map(float),
         backward_s=st.integers(0, 3).map(float),
         input_bytes=sizes(6),
-        saved_bytes=sizes(30),
+        saved_bytes=st.just(0) | sizes(30),
         output_bytes=st.none() | sizes(6),
-        forward_temp_bytes=sizes(6),
+        forward_temp_bytes=sizes(6) | sizes(40),
         backward_temp_bytes=sizes(6),
         skipped_s=st.sampled_from([0.0, 0.5]),
         input_saved=st.booleans(),
@@ -89,6 +89,14 @@ def assert_optimal(chain, head_bytes):
 @given(chain=chains(5, menus=False), head_bytes=st.integers(0, 30))
 def test_table_has_the_least_time_of_all_schedules_for_every_memory(chain, head_bytes):
     assert_optimal(chain, head_bytes)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("saved_bytes", [0, 1])
+def test_temporaries_of_what_only_runs_on_the_way_meet_the_gradient_that_waits(place, saved_bytes):
+    chain = [Layer(1.0, 1.0, 1, 10), Layer(1.0, 1.0, 5, 10), Layer(1.0, 1.0, 30, 30, output_bytes=0)]
+    chain.insert(place, Layer(1.0, 1.0, 1, saved_bytes, forward_temp_bytes=100))
+    assert_optimal(chain, 0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -218,6 +226,16 @@ def test_what_rules_a_rival_out_is_never_more_than_what_it_costs(chain, head_byt
             result = simulate(chain, rivals.schedule(make, size, k), head_bytes=head_bytes)
             assert seconds[k] <= result.elapsed_s - plain_s
             assert peaks[k] <= result.peak_bytes
+
+
+def test_what_rounding_loses_a_classic_schedule_makes_good():
+    chain = [Layer(1.0, 2.0, 1000 + 7 * i % 5, 9000 + i * i) for i in range(8)]
+    planner = Planner(chain, n_slots=8)
+    schedule = StoreLast(EveryNth(1), 4, 8)
+    result = simulate(chain, schedule)
+    plan = planner.fastest(result.peak_bytes)
+    assert plan.elapsed_s <= result.elapsed_s
+    assert not isinstance(plan.schedule, Planned)
 
 
 def test_a_rival_that_fits_and_is_faster_is_found():
