@@ -314,7 +314,7 @@ def _prepare(call: Call, inputs: list[Tensor]) -> list[Tensor]:
                 own = own.view_as(own) if own.layout is torch.strided else as_non_leaf(own)
         prepared.append(own)
     for i in call.mutated:
-        requires_grad = call.flags[i][0]
+        requires_grad, is_leaf = call.flags[i]
         value = inputs[i].detach().clone().requires_grad_(requires_grad)
-        prepared[i] = as_non_leaf(value) if requires_grad else value
+        prepared[i] = as_non_leaf(value) if requires_grad and not is_leaf else value
     return prepared

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.flights import all_flights, state_of
-from tests.support.layers import DIM, Layer, Loop, Stack, Stem
+from tests.support.layers import DIM, Layer, Loop, Stack, Stem, batch
+from tests.support.oracle import assert_same, total
 from tests.support.subject import checkpointable
 
 
@@ -118,6 +119,29 @@ def test_view_of_a_tensor_changed_in_place(change: Any, same: Any) -> None:
         return h
 
     same(lambda: Loop([Changes(change) for _ in range(5)], loop), all_flights, steps=2)
+
+
+class ChangesUnlessLeaf(Layer):
+    """Works in place where that is allowed: not on a leaf that requires grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    @checkpointable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x) if x.is_leaf and x.requires_grad else x.mul_(0.9)
+        return h + torch.tanh(self.linear(h)) * 0.5
+
+
+def test_input_changed_in_place_unless_it_is_a_leaf(under: Any) -> None:
+    def step(model: Any, inputs: Any, context: Any) -> Any:
+        with context():
+            out = model(model(inputs[0].detach().requires_grad_()) * 1.0)
+        total(out).backward()
+        return out
+
+    assert_same(lambda: Stack([ChangesUnlessLeaf()]), step, lambda: (batch(),), under, steps=4)
 
 
 class Buffered(Layer):
