@@ -46,6 +46,8 @@ def unpacked(value: Any) -> Any:
 def shown(value: Any) -> str:
     """The value as the user wrote it; classes and functions by name."""
     value = unpacked(value)
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(shown, value)))}}}"
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))})"
     return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)

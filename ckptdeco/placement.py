@@ -13,7 +13,7 @@ import torch
 from ckptdeco import context
 from ckptdeco.engine.call import Inputs, Options, run
 from ckptdeco.engine.closures import rerunnable
-from ckptdeco.engine.contexts import ContextFn, InContexts
+from ckptdeco.engine.contexts import ContextFn, InSelective
 from ckptdeco.engine.dataflow import Chain, Upstream, stamp_outputs, trace_inputs
 from ckptdeco.engine.layer import LayerInfo, layer_info
 from ckptdeco.engine.overlap import run_in_window
@@ -30,6 +30,8 @@ from ckptdeco.schedule.chain import Chain as KnownChain
 from ckptdeco.schedule.simulator import Layer
 
 __all__ = ["call_layer"]
+
+_FUTILE = "save= gains nothing"  # with the policy, where a layer remembers why its calls are stored whole
 
 context.at_leave(forget)  # values that wait for a further backward go with the policy (R26)
 
@@ -73,13 +75,16 @@ def call_layer(
     state: _ChainState = chain.context
     position = upstream.position + 1
     chain.length = max(chain.length, position + 1)
-    action = _decide(policy, Site(layer, info.name, position, state.known), frame)
+    is_futile = policy.selection is not None and (policy, _FUTILE) in info.facts
+    action = _decide(policy, Site(layer, info.name, position, state.known), frame, is_futile=is_futile)
     log = PassLog(policy) if frame is not None and frame.again else current_log(policy, position == 0)
     record = Record(info.name, position, action, log)
     record.broken_by = upstream.broken_by
     record.input_bytes = _bytes_with_graph(inputs.tensors)
     log.records.append(record)
     if action is Action.SAVE:
+        if is_futile:
+            record.store(info.facts[policy, _FUTILE])
         result = run_in_window(body, args, kwargs)
         _stamp(result, chain, position)
     else:
@@ -89,9 +94,12 @@ def call_layer(
             body, inputs, upstream, action, info=info, options=state.options, at_backward=state.at_backward,
             limit=state.limit, chain=chain, position=position, record=record,
         )  # fmt: skip
-    if type(body) is InSelection and record.dropped_bytes:
-        record.kept_bytes += body.kept_bytes
-        record.dropped_bytes -= body.still_saved_bytes
+    if type(body) is InSelection:
+        if body.futile:
+            info.facts[policy, _FUTILE] = body.futile
+        elif record.dropped_bytes:
+            record.kept_bytes += body.kept_bytes
+            record.dropped_bytes -= body.still_saved_bytes
     _note_cost(chain, position, record)
     return result
 
@@ -119,7 +127,7 @@ def _selecting(selection: Chosen | ContextFn, body: Any, limit: int | None) -> A
     """The body of a call with `save=`."""
     if isinstance(selection, Chosen):
         return InSelection(body, selection, ends_with_call=limit == 1)
-    return InContexts(body, selection)
+    return InSelective(body, selection)
 
 
 def _is_matched(policy: Policy, info: LayerInfo, layer: Any) -> bool:
@@ -162,14 +170,14 @@ def _bytes_with_graph(tensors: list[torch.Tensor]) -> int:
         return sum([t.nbytes for t in tensors if t.grad_fn is not None and t.layout is torch.strided])
 
 
-def _decide(policy: Policy, site: Site, frame: Any) -> Action:
+def _decide(policy: Policy, site: Site, frame: Any, *, is_futile: bool) -> Action:
     """Ask the policy; nested calls get the same answer in the recompute of the call around them (R22)."""
     if frame is None:
-        return policy.at_forward(site)
+        return Action.SAVE if is_futile else policy.at_forward(site)
     if frame.again and frame.n_nested < len(frame.decisions):
         action: Action = frame.decisions[frame.n_nested]
     else:
-        action = policy.at_forward(site)
+        action = Action.SAVE if is_futile else policy.at_forward(site)
         frame.decisions.append(action)
     frame.n_nested += 1
     return action

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, cast
 from ckptdeco import context
 from ckptdeco.errors import PolicyError
 from ckptdeco.matching import Selectors, is_selected, selectors, shown, unpacked
-from ckptdeco.save import Chosen, Save, selects
+from ckptdeco.save import Chosen, Save, hashable, selects
 from ckptdeco.schedule.actions import Action, Schedule
 from ckptdeco.schedule.chain import Chain, resolve
 from ckptdeco.schedule.classic import Binomial, Segments, StoreAll, StoreLast, TwoLevel
@@ -108,8 +108,7 @@ class Policy:
         for name in ("only", "skip"):
             object.__setattr__(self, name, selectors(name, getattr(self, name)))
         _check(self)
-        if isinstance(self.save, (list, set, frozenset)):
-            object.__setattr__(self, "save", tuple(self.save))
+        object.__setattr__(self, "save", hashable(self.save))
         if self.segment is None and self.every is None and not self.is_off:
             object.__setattr__(self, "segment", {1: 1, 2: "sqrt", "log": None}[self.levels])
 

@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ckptdeco.engine.contexts import ContextFn
+from ckptdeco.engine.contexts import ContextFn, Only
 from ckptdeco.engine.running import running
 from ckptdeco.engine.selection import Selects
 from ckptdeco.errors import PolicyError
 
-__all__ = ["Chosen", "Save", "any_of", "checkpoint_name", "selects"]
+__all__ = ["Chosen", "Save", "any_of", "checkpoint_name", "hashable", "selects"]
 
 Save: TypeAlias = Any  # "matmuls", a name or glob, a class, a function of torch, an operator, a callable, any_of(…)
 
@@ -137,6 +137,15 @@ def selects(save: Save) -> Chosen | ContextFn:
     return Chosen(frozenset(functions), tuple(names), tuple(classes))
 
 
+def hashable(save: Save) -> Save:
+    """The same in tuples and frozen sets, so that policies can be compared and looked up."""
+    if isinstance(save, (set, frozenset)):
+        return frozenset(map(hashable, save))
+    if isinstance(save, (list, tuple)):
+        return tuple(map(hashable, save))
+    return save
+
+
 def _flat(save: Save) -> list[Any]:
     if isinstance(save, (list, tuple, set, frozenset)):
         return [choice for item in save for choice in _flat(item)]
@@ -158,13 +167,31 @@ def _is_operator(choice: Any) -> bool:
 def _torch_contexts(save: Save, choices: list[Any]) -> ContextFn:
     """Contexts of torch's selective checkpointing, which sees operators of ATen, at its cost."""
     if all(map(_is_operator, choices)):
-        return partial(create_selective_checkpoint_contexts, [one for choice in choices for one in _overloads(choice)])
+        return partial(_contexts, frozenset([one for choice in choices for one in _overloads(choice)]), None)
     if len(choices) == 1:
-        return partial(create_selective_checkpoint_contexts, choices[0])
+        return partial(_contexts, frozenset(), choices[0])
     raise PolicyError(
         "save", save, "mixes operators of ATen, or a callable, with something else",
         "give operators only, one callable only, or functions of torch such as torch.matmul in their place",
     )  # fmt: skip
+
+
+def _contexts(operators: frozenset[Any], choose: Any) -> tuple[Any, Any]:
+    """The contexts of one call: for operators, or for those that a callable chooses."""
+    saved: set[Any] = set()
+
+    def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if choose is None:
+            answer: Any = CheckpointPolicy.MUST_SAVE if op in operators else CheckpointPolicy.PREFER_RECOMPUTE
+        else:
+            answer = choose(ctx, op, *args, **kwargs)
+        if answer is True or answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            saved.add(op)
+        return answer
+
+    make: Any = create_selective_checkpoint_contexts
+    forward, recompute = make(policy_fn)
+    return forward, Only(recompute, saved)
 
 
 def _overloads(operator: Any) -> list[Any]:

@@ -37,6 +37,7 @@ from ckptdeco.engine.rerun import traced
 from ckptdeco.engine.roots import modules_behind, referred
 from ckptdeco.engine.running import Frame, running
 from ckptdeco.engine.saved import Saved, unpack
+from ckptdeco.engine.selection import InSelection
 from ckptdeco.engine.sources import Reference, find_sources
 from ckptdeco.engine.state import ModuleTree, Snapshot
 from ckptdeco.engine.streams import streams_in
@@ -223,7 +224,7 @@ def run(
         call.watch = _watch_randomness(call, inputs, is_due)
 
     objects = _watch_objects(call, inputs, is_due) if inputs.has_others else []
-    probe = Probe()
+    probe = Probe(call.watch)
     # With "values" the calls in between are compared, too, but need not be read twice in forward.
     pack: Callable[[Tensor], Any] = probe.pack_checked if is_first else probe.pack
     call.is_checked = check
@@ -254,6 +255,9 @@ def run(
         surprise = learn(call, protection, tensors, versions, written, trees, before) or surprise
         if objects:
             surprise = _learn_objects(protection, objects) or surprise
+        if type(body) is InSelection:
+            ranges = [] if listener is None or listener.took_part else listener.ranges
+            surprise = body.settle(call.hooks, ranges, tensors, result) or surprise
         if are_weights_cached() and _has_parametrised_weights(call):
             surprise = "its weights are computed once for several calls (parametrize.cached)"
         buffers = _own_buffers(call, trees)
@@ -267,7 +271,7 @@ def run(
         if is_watched:
             protection.watched_sites.add(site)
         if is_watched or protection.changed_later:
-            copy_unsaved(call, tensors, probe.storages(), is_watched=is_watched, is_stored=bool(surprise))
+            copy_unsaved(call, tensors, set(probe.storages()), is_watched=is_watched, is_stored=bool(surprise))
         if surprise:
             probe.keep_all()
             record.store(surprise)

@@ -152,7 +152,11 @@ class Listener:
         """Run a hook, and find out whether it took part."""
         saved = self.probe.saved
         start, before = len(saved), self._look(args, kwargs)
-        result = hook(*args, **kwargs)
+        selection, running.selection = running.selection, None  # `save=` means operations of the layer's own
+        try:
+            result = hook(*args, **kwargs)
+        finally:
+            running.selection = selection
         if result is not None or not _same(before, self._look(args, kwargs)):
             self.took_part = True
         if len(saved) > start:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ckptdeco.engine.running import Frame
 from ckptdeco.engine.torch_private import has_saved_tensor_hooks, is_inside_torch_checkpoint
 
-__all__ = ["Changed", "Kept", "geometry", "keep", "storage_address"]
+__all__ = ["Changed", "Kept", "geometry", "keep", "storage_address", "storage_of"]
 
 
 class _Keep(torch.autograd.Function):
@@ -127,8 +127,8 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Another one if `tensor.data` was replaced, which is no new version; None for tensors that have none."""
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Its storage, None if it has none; another one if `tensor.data` was replaced, which is no new version."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -149,7 +149,7 @@ def keep(tensor: Tensor, frame: Frame | None, *, is_stamped: bool = False) -> Ke
     if is_stamped or tensor.is_inference() or is_inside_torch_checkpoint():
         return Kept(tensor)
     key = (id(tensor), -1 if frame is None else frame.number, tensor._version)
-    known, storage = _kept.get(key), _storage(tensor)
+    known, storage = _kept.get(key), storage_of(tensor)
     if known is not None and storage is not None and known.source() is tensor and known.storage() is storage:
         return known
     fresh = Kept(tensor)

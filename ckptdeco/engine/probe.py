@@ -19,6 +19,7 @@ from ckptdeco.engine.saved import MODIFIED, NO_TASK, Saved, is_parameter
 
 if TYPE_CHECKING:
     from ckptdeco.engine.call import Call
+    from ckptdeco.engine.rng import Watch
     from ckptdeco.engine.state import BufferKey, ModuleTree, Snapshot
 
 __all__ = ["Probe", "learn"]
@@ -92,9 +93,10 @@ def _lead_to_no_graph(saved: Saved) -> None:
 class Probe:
     """Holds the saved tensors of a running call until it is known what to do with them."""
 
-    __slots__ = ("held", "saved", "values")
+    __slots__ = ("held", "saved", "values", "watch")
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self.watch = watch  # of the streams that the call may draw from
         self.saved: list[Saved] = []
         self.held: set[int] = set()  # slots that stay as they are
         self.values: list[int | None] = []  # fingerprints, if the call is checked by value
@@ -178,9 +180,13 @@ class Probe:
             if self.values and saved.values not in (None, self.values[saved.index]):
                 protection.is_stop_safe = False  # saved before it was filled: stopping there would give noise
 
-    def storages(self) -> set[int]:
-        """Addresses of what is held."""
-        return {storage_address(saved.value) for saved in self.saved if saved.value is not None}
+    def storages(self) -> dict[int, int]:
+        """Addresses of what is held, with the bytes there; those of parameters, which live anyway, with none."""
+        return {
+            storage_address(saved.value): 0 if is_parameter(saved.value) else _n_bytes(saved.value)
+            for saved in self.saved
+            if saved.value is not None
+        }
 
     def n_bytes(self, buffers: set[int]) -> int:
         """Bytes of the unique storages held, without parameters and the layer's own buffers."""
@@ -189,9 +195,13 @@ class Probe:
             value: Any = saved.value
             if is_parameter(value) or id(value) in buffers:
                 continue
-            try:
-                storage = value.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-            except (RuntimeError, NotImplementedError):
-                storages[-id(saved)] = value.nbytes if value.layout is torch.strided else 0
+            storages[storage_address(value)] = _n_bytes(value)
         return sum(storages.values())
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    """Bytes of its storage."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return tensor.nbytes if tensor.layout is torch.strided else 0

@@ -11,27 +11,43 @@ its result was changed in place, it returned a view of an argument, or a backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ckptdeco.engine.host_rng import global_streams
-from ckptdeco.engine.kept import storage_address
-from ckptdeco.engine.rng import Draws, capture, devices_of, restore
+from ckptdeco.engine.attributes import as_non_leaf
+from ckptdeco.engine.effects import Effects
+from ckptdeco.engine.kept import storage_address, storage_of
+from ckptdeco.engine.operations import Operation, arguments_of, look_at
+from ckptdeco.engine.rng import restore
 from ckptdeco.engine.running import running
 from ckptdeco.engine.saved import is_parameter
-from ckptdeco.engine.streams import OfDevice
-from ckptdeco.engine.torch_private import unseen_by_modes
+from ckptdeco.engine.torch_private import grad_mode, is_plain_autograd, unseen_by_modes
 from ckptdeco.engine.tree import tensors_in
 
 if TYPE_CHECKING:
     from ckptdeco.engine.collect import Rerun
+    from ckptdeco.engine.hooks import Hooks
     from ckptdeco.engine.probe import Probe
 
 __all__ = ["InSelection", "Selects"]
+
+_requires_grad = attrgetter("requires_grad")
+_data: Any = Tensor.data
+_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+#: Functions that give access to the memory of a tensor, through which it may be written without a new version.
+_EXPOSING = frozenset(
+    {
+        _data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage, Tensor.storage,
+        Tensor.data_ptr, torch.unsafe_chunk, torch.unsafe_split, Tensor.unsafe_chunk, Tensor.unsafe_split,
+    }
+)  # fmt: skip
+_WATCHED = _BACKWARD | _EXPOSING
+_LEAST_GAIN = 2  # bytes dropped for each byte that is kept although the plain call keeps it not
 
 
 class Selects:
@@ -58,71 +74,33 @@ class Selects:
         return False
 
 
-class _View:
-    """A saved tensor that is an argument of the operation, or a view or a cast of it."""
-
-    __slots__ = ("argument", "dtype", "like", "offset", "shape", "stride")
-
-    def __init__(self, argument: int, value: Tensor, source: Tensor) -> None:
-        self.argument = argument
-        self.dtype = value.dtype
-        self.shape, self.stride = value.shape, value.stride()
-        self.offset = value.storage_offset() - source.storage_offset() if value.dtype == source.dtype else 0
-        self.like = source.shape, source.stride(), source.dtype
-
-    def of(self, arguments: list[Tensor]) -> Tensor | None:
-        """The same of the arguments in a recompute; None if they are laid out in another way."""
-        if self.argument >= len(arguments):
-            return None
-        source = arguments[self.argument].detach()
-        if (source.shape, source.stride(), source.dtype) != self.like:
-            return None
-        if self.dtype != source.dtype:
-            return source.to(self.dtype).as_strided(self.shape, self.stride, 0)
-        return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
-
-
-class _Operation:
-    """One operation of a call, and its places among the saved tensors."""
-
-    __slots__ = ("drawn", "end", "geometry", "held", "needs_grad", "result", "start", "version", "views")
-
-    def __init__(self, start: int, end: int, result: Tensor, views: dict[int, _View], held: set[int]) -> None:
-        self.start = start
-        self.end = end
-        self.views = views
-        self.held = held  # slots that stay if the result does
-        self.needs_grad = result.requires_grad
-        self.geometry = result.shape, result.stride(), result.storage_offset()
-        self.result: Tensor | None = None
-        self.version = result._version
-        self.drawn: Draws = ()  # streams that it drew from, as it left them
-
-    def keep(self, over: Tensor) -> None:
-        """Keep the result, which lies in the storage of `over`."""
-        if over._version == self.version:
-            self.result = over.detach().as_strided(*self.geometry)
-
-    def is_usable(self) -> bool:
-        """Whether the result is kept, and has the values that the operation gave it."""
-        return self.result is not None and self.result._version == self.version
-
-
 class InSelection:
     """The body of one layer call, whose selected operations run once.
 
     Attributes:
+        futile: why it makes no sense to save anything of the call, if so; it is then stored whole.
         kept_bytes: what is kept of the operations: their results and what only they saved.
         still_saved_bytes: the part of this that counts among the saved tensors of the call.
     """
 
-    __slots__ = ("ends_with_call", "function", "kept_bytes", "operations", "selects", "still_saved_bytes")
+    __slots__ = (
+        "ends_with_call",
+        "first",
+        "function",
+        "futile",
+        "kept_bytes",
+        "operations",
+        "selects",
+        "still_saved_bytes",
+    )
 
     def __init__(self, function: Callable[..., Any], selects: Selects, *, ends_with_call: bool) -> None:
         self.function = function
         self.selects = selects
         self.ends_with_call = ends_with_call  # nobody runs the call again for its output: the last result is not needed
-        self.operations: dict[int, _Operation] = {}  # that are selected, by number
+        self.operations: dict[int, Operation] = {}  # that are selected, by number
+        self.first: _First | None = None  # the run in forward, until it is settled
+        self.futile = ""
         self.kept_bytes = self.still_saved_bytes = 0
 
     def anew(self) -> Callable[..., Any]:
@@ -137,11 +115,62 @@ class InSelection:
         if frame.again:
             with _Again(self, frame.collector):
                 return self.function(*args, **kwargs)
-        first = _First(self, frame.collector)
-        with first:
-            result = self.function(*args, **kwargs)
-        first.settle()
-        return result
+        self.first = _First(self, frame.collector)
+        with self.first:
+            return self.function(*args, **kwargs)
+
+    def settle(
+        self, hooks: Hooks | None, set_apart: Sequence[tuple[int, int]], inputs: list[Tensor], result: Any
+    ) -> str:
+        """The call is over: forget what cannot be used, and tell the probe what stays.
+
+        Args:
+            hooks: those of modules inside, if there were any.
+            set_apart: saved tensors of theirs, which are the call's no more.
+            inputs: of the call.
+            result: of the call.
+
+        Returns:
+            Why the call is to be stored whole, if so.
+        """
+        first, self.first = self.first, None
+        if first is None:
+            return ""
+        if first.is_off or (hooks is not None and hooks.took_part):
+            self.operations.clear()
+        probe = first.probe
+        kept: dict[int, int] = {}
+        for number, operation in [*self.operations.items()]:
+            if set_apart:
+                operation.without(set_apart)
+            rest = (slot.value for slot in probe.saved[operation.end :])
+            if not operation.is_usable() or id(operation.storage()) in first.exposed:
+                del self.operations[number]
+                continue
+            if self.ends_with_call and all(value is None or is_parameter(value) for value in rest):
+                operation.result = None
+                if not operation.held:  # a recompute stops before its kernel
+                    del self.operations[number]
+                    continue
+            probe.held |= operation.held
+            for value in (operation.result, *(probe.saved[slot].value for slot in operation.held)):
+                if value is not None:
+                    kept[storage_address(value)] = value.untyped_storage().nbytes()
+        self.kept_bytes = sum(kept.values())
+        saved = probe.storages()
+        self.still_saved_bytes = sum([n_bytes for address, n_bytes in kept.items() if address in saved])
+        if self.kept_bytes == self.still_saved_bytes:
+            return ""
+        # Nothing is gained by dropping what is kept, or lives on anyway as the input of this call or of the next.
+        others = {*kept, *map(storage_address, inputs)}
+        if self.ends_with_call:
+            others.update(map(storage_address, tensors_in(result)))
+        gained = sum([n_bytes for address, n_bytes in saved.items() if address not in others])
+        # During its recompute the call has both what it gained and what it kept.
+        is_worth_it = gained >= _LEAST_GAIN * (self.kept_bytes - self.still_saved_bytes)
+        if not is_worth_it:
+            self.futile = "what save= would keep of it is about as much as what it would drop"
+        return self.futile
 
 
 class _Mode(TorchFunctionMode):
@@ -165,13 +194,27 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_inside:
+        if func in _WATCHED:
+            self.watch(func, args)
+        elif not self.is_inside and running.selection is not None:  # which hooks inside are run without
             is_selected = self.selects.operation(func)
-            if is_selected or (self.selects.has_names and func.__name__ != "__get__"):
+            if is_selected or (self.selects.has_names and getattr(func, "__name__", "") != "__get__"):
                 return self.around(func, args, kwargs, is_selected)
         return func(*args, **kwargs)
 
     def around(self, func: Callable[..., Any], args: Any, kwargs: Any, is_selected: bool) -> Any:
+        """Run an operation that may be selected: only those that take part in the graph count."""
+        if not grad_mode():
+            return func(*args, **kwargs)
+        arguments = arguments_of(args, kwargs)
+        if not self.is_inside and not any(map(_requires_grad, arguments)):
+            return func(*args, **kwargs)
+        number, self.n = self.n, self.n + 1
+        return self.run_or_give(number, func, args, kwargs, arguments, is_selected)
+
+    def run_or_give(
+        self, number: int, func: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_selected: bool
+    ) -> Any:
         """Run an operation, or give what it returned."""
         raise NotImplementedError
 
@@ -185,7 +228,10 @@ class _Mode(TorchFunctionMode):
         finally:
             self.is_inside = False
 
-    def name(self, value: Tensor, name: str) -> None:
+    def watch(self, func: Any, args: Any) -> None:
+        """A function that makes results unusable."""
+
+    def name(self, value: Any, name: str) -> None:
         """The user names a result."""
 
 
@@ -195,79 +241,53 @@ class _First(_Mode):
     def __init__(self, selection: InSelection, probe: Probe) -> None:
         super().__init__(selection)
         self.probe = probe
-        self.nameable: dict[int, tuple[int, _Operation]] = {}  # by address of the storage that the operation filled
+        self.is_off = False  # a backward ran inside: it needs the graph
+        self.exposed: set[int] = set()  # storages, by identity, that may be written without a new version
+        self.nameable: dict[int, tuple[int, Operation]] = {}  # by address of the storage that the operation filled
 
-    def around(self, func: Callable[..., Any], args: Any, kwargs: Any, is_selected: bool) -> Any:
-        number, self.n = self.n, self.n + 1
+    def watch(self, func: Any, args: Any) -> None:
+        if func not in _EXPOSING:
+            self.is_off = True
+            return
+        with unseen_by_modes():
+            storage = storage_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        if storage is not None:
+            self.exposed.add(id(storage))
+
+    def run_or_give(
+        self, number: int, func: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_selected: bool
+    ) -> Any:
         start = len(self.probe.saved)
-        devices = () if func in self.selects.quiet else devices_of(tensors_in([args, kwargs]))
-        streams = () if func in self.selects.quiet else (*global_streams(), *map(OfDevice, devices))
-        marks = [stream.mark() for stream in streams]
+        is_quiet = func in self.selects.quiet
+        effects = None if is_quiet else Effects(func, args, kwargs, arguments, self.probe.watch, self.is_inside)
         result = func(*args, **kwargs)
         if type(result) is not Tensor or not result.requires_grad or result.layout is not torch.strided:
             return result
+        if (effects is not None and effects.are_seen()) or not is_plain_autograd():
+            return result
         with torch.no_grad(), unseen_by_modes():
-            operation = self._look_at(start, result, args, kwargs)
-            if operation is not None:
-                moved = [stream for stream, mark in zip(streams, marks, strict=True) if stream.mark() != mark]
-                operation.drawn = capture(moved)
-            if operation is not None and is_selected:
+            operation = look_at(self.probe.saved, start, result, arguments, is_layer=self.is_inside)
+            if operation is None:
+                return result
+            if effects is not None:
+                operation.drawn = effects.drawn()
+            if is_selected:
                 operation.keep(result)
                 self.selection.operations[number] = operation
-            elif operation is not None:
+            else:
                 self.nameable[storage_address(result)] = number, operation
         return result
 
-    def name(self, value: Tensor, name: str) -> None:
-        number, operation = self.nameable.get(storage_address(value), (-1, None))
-        if operation is not None and self.selects.name(name):
-            with torch.no_grad(), unseen_by_modes():
-                operation.keep(value)
-                self.selection.operations[number] = operation
-
-    def _look_at(self, start: int, result: Tensor, args: Any, kwargs: Any) -> _Operation | None:
-        """What can be told of an operation that has run; None if it is to be run again."""
-        saved = self.probe.saved
-        arguments = _arguments(args, kwargs)
-        places = {storage_address(t): i for i, t in reversed([*enumerate(arguments)])}
-        address = storage_address(result)
-        if address in places:
-            return None
-        views: dict[int, _View] = {}
-        held: set[int] = set()
-        extra: dict[int, int] = {}
-        for slot in range(start, len(saved)):
-            value = saved[slot].value
-            if value is None or is_parameter(value):
-                continue
-            argument = _argument_of(value, arguments, places)
-            if argument is None:
-                held.add(slot)
-                extra[storage_address(value)] = value.nbytes
-            else:
-                views[slot] = _View(argument, value, arguments[argument])
-        extra.pop(address, None)
-        if sum(extra.values()) > result.nbytes and not self.is_inside:  # more than the result is worth
-            return None
-        return _Operation(start, len(saved), result, views, held)
-
-    def settle(self) -> None:
-        """The call is over: forget what cannot be used, and tell the probe what stays."""
-        selection, saved = self.selection, self.probe.saved
-        kept: dict[int, int] = {}
-        for number, operation in [*selection.operations.items()]:
-            rest = (slot.value for slot in saved[operation.end :])
-            is_last = selection.ends_with_call and all(value is None or is_parameter(value) for value in rest)
-            if is_last or not operation.is_usable():
-                del selection.operations[number]
-                continue
-            self.probe.held |= operation.held
-            for value in (operation.result, *(saved[slot].value for slot in operation.held)):
-                if value is not None:
-                    kept[storage_address(value)] = value.untyped_storage().nbytes()
-        selection.kept_bytes = sum(kept.values())
-        storages = self.probe.storages()
-        selection.still_saved_bytes = sum(n_bytes for address, n_bytes in kept.items() if address in storages)
+    def name(self, value: Any, name: str) -> None:
+        if not self.selects.name(name):
+            return
+        with torch.no_grad(), unseen_by_modes():
+            for tensor in tensors_in(value):
+                number, operation = self.nameable.get(storage_address(tensor), (-1, None))
+                if operation is not None:
+                    operation.keep(tensor)
+                    if operation.result is not None:
+                        self.selection.operations[number] = operation
 
 
 class _Again(_Mode):
@@ -277,19 +297,22 @@ class _Again(_Mode):
         super().__init__(selection)
         self.run = run
 
-    def around(self, func: Callable[..., Any], args: Any, kwargs: Any, is_selected: bool) -> Any:
-        number, self.n = self.n, self.n + 1
+    def run_or_give(
+        self, number: int, func: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_selected: bool
+    ) -> Any:
         operation, run = self.selection.operations.get(number), self.run
-        if operation is None or run.n != operation.start or run.has_inner_backward or not operation.is_usable():
+        if operation is None or run.n != operation.start or run.has_inner_backward:
+            return func(*args, **kwargs)
+        stops_here = 0 <= run.last < operation.end  # at a tensor that it saves: nobody asks for its result
+        if not stops_here and not operation.is_usable():
             return func(*args, **kwargs)
         with unseen_by_modes():
-            arguments = _arguments(args, kwargs)
             values = {slot: view.of(arguments) for slot, view in operation.views.items()}
             if None not in values.values():
                 return self._give(operation, values)
         return func(*args, **kwargs)
 
-    def _give(self, operation: _Operation, values: dict[int, Any]) -> Tensor:
+    def _give(self, operation: Operation, values: dict[int, Any]) -> Tensor:
         """The result without the operation; its saved tensors are packed as if it had run."""
         for slot in range(operation.start, operation.end):
             if slot in values:
@@ -298,25 +321,5 @@ class _Again(_Mode):
                 self.run.n = slot + 1
         restore(operation.drawn)
         assert operation.result is not None
-        result = operation.result.detach()
-        return result.requires_grad_().view_as(result) if operation.needs_grad else result
-
-
-def _arguments(args: Any, kwargs: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in([args, kwargs]) if tensor.layout is torch.strided]
-
-
-def _argument_of(value: Tensor, arguments: list[Tensor], places: dict[int, int]) -> int | None:
-    """Which argument a saved tensor is a view of, or a cast by autocast."""
-    argument = places.get(storage_address(value))
-    if argument is not None:
-        source = arguments[argument]
-        is_alike = (source.dtype, source.is_conj(), source.is_neg()) == (value.dtype, value.is_conj(), value.is_neg())
-        return argument if is_alike else None
-    if not torch.is_autocast_enabled(value.device.type):
-        return None
-    for i, source in enumerate(arguments):
-        geometry = [(source.shape, source.stride()), (source.shape[::-1], source.stride()[::-1])]
-        if source.dtype != value.dtype and (value.shape, value.stride()) in geometry[: 2 if value.dim() == 2 else 1]:
-            return i
-    return None
+        result = operation.result.detach().requires_grad_()
+        return result.view_as(result) if operation.is_view else as_non_leaf(result)

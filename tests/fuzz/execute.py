@@ -50,9 +50,20 @@ def _run_steps(program: Program, is_plain: bool, result: Result) -> None:
             result.seen.append(run.step(step))
 
 
+#: What `save=` may be, by what a program calls it.
+SAVES: dict[str, Any] = {
+    "matmuls": "matmuls",
+    "any": "*",  # every layer inside a layer
+    "functions": [torch.tanh, torch.sigmoid, torch.mul, torch.nn.functional.dropout, torch.nn.functional.linear],
+    "operators": [torch.ops.aten.addmm, torch.ops.aten.mm],
+}
+
+
 def make_policy(options: dict[str, Any]) -> Any:
-    """The policy; `only` and `skip` are given as the indices of layers."""
+    """The policy; `only` and `skip` are given as the indices of layers, `save` by name."""
     made = dict(options)
+    if "save" in made:
+        made["save"] = SAVES[made["save"]]
     for name in ("only", "skip"):
         if name in made:
             made[name] = _Selects(made[name])
