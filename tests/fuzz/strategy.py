@@ -58,8 +58,6 @@ def policies(draw: st.DrawFn, *, is_random: bool, indices: tuple[int, ...]) -> d
             options["determinism_check"] = draw(st.sampled_from(["values", "none"]))
         elif option == "preserve_rng_state":
             options["preserve_rng_state"] = is_random
-        elif option == "save":
-            options["save"] = draw(st.sampled_from(sorted(SAVES)))
         elif option in ("only", "skip"):
             if len(indices) > 1 and not {"only", "skip"} & options.keys():  # a policy that matches none is an error
                 options[option] = indices[:1]
@@ -69,7 +67,7 @@ def policies(draw: st.DrawFn, *, is_random: bool, indices: tuple[int, ...]) -> d
 
 
 _OPTIONS = [
-    "nested", "early_stop", "keep_last", "determinism_check", "preserve_rng_state", "only", "skip", "debug", "save",
+    "nested", "early_stop", "keep_last", "determinism_check", "preserve_rng_state", "only", "skip", "debug",
 ]  # fmt: skip
 
 
@@ -99,10 +97,13 @@ def programs(draw: st.DrawFn, *, max_moves: int = 7) -> Program:
     used = () if program.loop == "gan" else tuple(sorted({move.layer for move in code if move.name == "call"}))
     n_policies = 1 if place == "all" else 2
     drawn = draw(st.lists(policies(is_random=is_random, indices=used), min_size=1, max_size=n_policies))
+    saves = [None, None, None, *sorted(SAVES)]
     if any(part.name.startswith("recurrent") for layer in made for part in layer.parts):
-        for options in drawn:  # torch's contexts do not see that these kernels change what they keep
-            if options.get("save") == "operators":
-                options["save"] = "matmuls"
+        saves.remove("operators")  # torch's contexts do not see that these kernels change what they keep
+    for options in drawn:
+        save = draw(st.sampled_from(saves))
+        if save is not None:
+            options["save"] = save
     return Program(
         **{
             **vars(program),
