@@ -258,7 +258,7 @@ OURS = {"aten.detach.default", "aten.clone.default"}  # of the engine, with and 
 PRODUCTS = {"linear", "scaled_dot_product_attention", "gelu", "dropout", "softmax", "matmul", "mul", "add"}
 
 
-@pytest.mark.parametrize("save", ["matmuls", "h*", [F.dropout]], ids=str)
+@pytest.mark.parametrize("save", ["matmuls", "h*", [F.dropout]], ids=["matmuls", "glob", "dropout"])
 def test_modes_around_see_in_forward_what_they_see_plainly(save: Any) -> None:
     model, x = stack_of(block), torch.randn(4, DIM, requires_grad=True)
 
